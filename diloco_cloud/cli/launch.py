@@ -1,0 +1,149 @@
+"""``diloco-cloud launch``."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import click
+
+from diloco_cloud.cli import exit_codes, options, output
+from diloco_cloud.run import Run, config
+from diloco_cloud.run import launch as launch_run
+from diloco_cloud.run.config import Settings
+
+_EPILOG = """\b
+Examples:
+  diloco-cloud launch --replicas 4 --rounds 20
+  diloco-cloud launch run.toml --set learning_rate=3e-4 -d
+  diloco-cloud launch --store s3://bucket/runs --trainer my.module:train --dry-run
+
+\b
+Every setting may also be a key of CONFIG.toml or a variable DILOCO_<SETTING>.
+A flag overrides a variable, which overrides the file.
+
+\b
+Exit codes: 0 succeeded, 100 failed, 101 not finished, 103 cancelled, 130 detached by Ctrl-C.
+"""
+
+
+@click.command("launch", epilog=_EPILOG)
+@click.argument("config_file", metavar="[CONFIG.toml]", required=False, type=click.Path())
+@click.option("--backend", metavar="NAME", help="Where replicas run.  [default: local]")
+@click.option("--replicas", metavar="N", type=int, help="Number of replicas.  [default: 4]")
+@click.option("--store", metavar="URI", help="Where the run goes.  [default for local: ./runs]")
+@click.option("--name", metavar="NAME", help="Beginning of the run's id.  [default: diloco]")
+@click.option("--run-id", metavar="ID", help="Exactly this id, instead of NAME-random.")
+@click.option("--trainer", metavar="PKG.MODULE:FUNCTION", help="What each replica trains.")
+@click.option("--trainer-args", metavar="JSON", help="Arguments of the trainer, as an object.")
+@click.option("--set", "assignments", metavar="KEY=VALUE", multiple=True, help="One of them.")
+@click.option("--sync-every", metavar="H", type=int, help="Inner steps between two syncs.")
+@click.option("--rounds", metavar="R", type=int, help="Syncs of each fragment.")
+@click.option("--fragments", metavar="P", type=int, help="Parts of the model, synced in turn.")
+@click.option("--fragment-sync-delay", metavar="TAU", type=int, help="Steps a transfer overlaps.")
+@click.option("--fragment-update-alpha", metavar="A", type=float, help="Local weight in a merge.")
+@click.option("--outer-lr", metavar="LR", type=float, help="Of the outer optimizer.")
+@click.option("--outer-momentum", metavar="M", type=float, help="Of the outer optimizer.")
+@click.option("--nesterov/--no-nesterov", default=None, help="Of the outer optimizer.")
+@click.option("--seed", metavar="SEED", type=int, help="Of everything random.")
+@click.option("--reduction", metavar="HOW", help="auto, all-gather or sharded.")
+@click.option("--snapshot-every", metavar="N", type=int, help="Rounds between two snapshots.")
+@click.option("--gpu", metavar="GPU", help="Per replica, in the backend's own words.")
+@click.option("--timeout", metavar="TIME", type=options.Duration(), help="A replica may run.")
+@click.option("--round-timeout", metavar="TIME", type=options.Duration(), help="To wait for peers.")
+@click.option("--join-timeout", metavar="TIME", type=options.Duration(), help="For all to start.")
+@click.option("--secret", "secrets", metavar="NAME", multiple=True, help="Variable sent secretly.")
+@click.option("--env", "env", metavar="K=V", multiple=True, help="Variable of each replica.")
+@click.option("--env-file", metavar="FILE", type=click.Path(), help="The same, one per line.")
+@click.option("-d", "--detach", is_flag=True, help="Return when the replicas are launched.")
+@click.option("--dry-run", is_flag=True, help="Print what would be launched, and stop.")
+@options.json_option
+@options.yes_option
+@click.option("-q", "--quiet", is_flag=True, help="Print the run's id only.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    config_file: str | None,
+    detach: bool,
+    dry_run: bool,
+    as_json: bool,
+    yes: bool,
+    quiet: bool,
+    **flags: Any,
+) -> None:
+    """Start a run and follow it.
+
+    Ctrl-C detaches: the run goes on.
+    """
+    settings = config.resolve(_settings(flags), environ=os.environ, file=config_file)
+    if dry_run:
+        _print_plan(settings)
+        return
+    spec = settings.spec
+    if spec.backend != "local":  # the others cost money
+        question = f"Launch {spec.replicas} replicas on {spec.backend}?"
+        options.confirm(question, yes=yes)
+    run = launch_run(spec, settings.store_uri)
+    if detach:
+        _announce(run, as_json=as_json, quiet=quiet)
+        if as_json:
+            output.print_json(output.status_json(run, run.status()))
+    else:
+        ctx.exit(_attach(run, as_json=as_json, quiet=quiet))
+
+
+def _settings(flags: dict[str, Any]) -> dict[str, Any]:
+    """The flags as settings: those that come in several forms put together."""
+    arguments = flags.pop("trainer_args")
+    trainer_args = config.parse_json_object(arguments, "--trainer-args") if arguments else {}
+    trainer_args |= config.parse_set(flags.pop("assignments"))
+    env_file = flags.pop("env_file")
+    env = config.read_env_file(env_file) if env_file else {}
+    env |= config.parse_assignments(flags.pop("env"), "--env")
+    return {**flags, "trainer_args": trainer_args, "env": env}
+
+
+def _print_plan(settings: Settings) -> None:
+    """What would be asked of the executor, after every check that needs no network."""
+    from diloco_cloud.run.launcher import check_launch
+    from diloco_cloud.run.start import build_request
+
+    spec = settings.spec
+    check_launch(spec)
+    request = build_request(spec, f"{settings.store_uri.rstrip('/')}/{spec.run_id}")
+    output.print_json(
+        {
+            "store": settings.store_uri,
+            "spec": spec.to_json(),
+            "hash": spec.digest,
+            "request": request.to_json(),
+        }
+    )
+
+
+def _announce(run: Run, *, as_json: bool, quiet: bool) -> None:
+    """The id on stdout, what to type next on stderr."""
+    if not as_json:
+        click.echo(run.run_id)
+    if not quiet:
+        output.note(f"{run.spec.replicas} replicas are launched on {run.spec.backend}.")
+        output.next_steps(run)
+
+
+def _attach(run: Run, *, as_json: bool, quiet: bool) -> int:
+    """Follow the run to its end; returns the exit code."""
+    from diloco_cloud.cli.progress import follow
+
+    try:
+        _announce(run, as_json=as_json, quiet=quiet)
+        status = run.wait() if quiet else follow(run, err=True)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends this at once
+        output.note(f"\nDetached; {run.run_id} goes on.")
+        output.next_steps(run)
+        return exit_codes.INTERRUPTED
+    if as_json:
+        output.print_json(output.status_json(run, status))
+    return exit_codes.of_state(status.state)

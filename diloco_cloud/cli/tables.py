@@ -1,0 +1,148 @@
+"""Tables of runs and replicas."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final, Literal
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from diloco_cloud.run.durations import format_duration
+from diloco_cloud.run.status import ReplicaView, RunStatus
+
+_STYLES: Final = {
+    "pending": "yellow",
+    "running": "cyan",
+    "succeeded": "green",
+    "failed": "bold red",
+    "cancelled": "magenta",
+    "unknown": "yellow",
+}
+
+
+def state_text(state: str) -> Text:
+    """A state in capitals, coloured."""
+    return Text(state.upper(), style=_STYLES.get(state, ""))
+
+
+def headline(status: RunStatus) -> Text:
+    """One line: id, state, round, loss, speed."""
+    line = Text.assemble(status.run_id, "  ", state_text(status.state))
+    if status.round is not None:
+        line.append(f"  round {status.round}" + (f"/{status.rounds}" if status.rounds else ""))
+    losses = [view.loss for view in status.replicas if view.loss is not None]
+    if losses:
+        line.append(f"  loss {sum(losses) / len(losses):.4f}")
+    speed = sum(view.tokens_per_s or 0.0 for view in status.replicas)
+    if speed:
+        line.append(f"  {speed:,.0f} tokens/s")
+    return line
+
+
+def replica_table(status: RunStatus) -> Table:
+    """One row per replica; columns that say nothing are left out."""
+    why = dict(status.missing)
+    columns: dict[str, list[str | Text]] = {
+        "replica": [_name(view) for view in status.replicas],
+        "state": [state_text(view.state) for view in status.replicas],
+        "doing": [view.phase or "" for view in status.replicas],
+        "round": [_number(view.round) for view in status.replicas],
+        "inner step": [_number(view.inner_step) for view in status.replicas],
+        "loss": [_format(view.loss, ".4f") for view in status.replicas],
+        "tokens/s": [_format(view.tokens_per_s, ",.0f") for view in status.replicas],
+        "seen": [_seen(view) for view in status.replicas],
+        "why": [_why(view, why.get(view.rank)) for view in status.replicas],
+    }
+    shown = {name: cells for name, cells in columns.items() if any(map(str, cells))}
+    table = _table(*shown)
+    for row in zip(*shown.values(), strict=True):
+        table.add_row(*row)
+    return table
+
+
+def status_view(status: RunStatus) -> RenderableType:
+    """Headline, replicas, and what is out of the ordinary."""
+    parts: list[RenderableType] = [headline(status), replica_table(status)]
+    if status.rounds and status.state == "running":
+        parts.insert(1, ProgressBar(status.rounds, min(status.round or 0, status.rounds), width=60))
+    if status.note:
+        parts.append(Text(f"The executor can't be asked here: {status.note}", style="yellow"))
+    commit = status.last_commit or {}
+    for left_out in commit.get("excluded") or ():
+        parts.append(
+            Text(
+                f"Round {commit.get('round')} left out replica {left_out.get('rank')}: "
+                f"{left_out.get('reason')}"
+            )
+        )
+    return Group(*parts)
+
+
+def print_failures(console: Console, status: RunStatus) -> None:
+    """The end of each failed replica's log."""
+    for view in status.replicas:
+        if view.state != "failed" or not view.log_tail:
+            continue
+        console.print(Text(f"replica/{view.rank} failed; the end of its log:", style="bold"))
+        for line in view.log_tail:
+            console.print(Text(f"  {line}"), soft_wrap=True)
+
+
+def run_table(statuses: Sequence[RunStatus]) -> Table:
+    """One row per run."""
+    table = _table("run", "state", "backend", "replicas", "round", "launched")
+    for status in statuses:
+        running = sum(view.state == "running" for view in status.replicas)
+        total = len(status.replicas)
+        table.add_row(
+            status.run_id,
+            state_text(status.state),
+            status.backend,
+            f"{running}/{total} running" if running else str(total),
+            _number(status.round) + (f"/{status.rounds}" if status.rounds else ""),
+            f"{format_duration(time.time() - status.created_at)} ago",
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False, header_style="dim")
+    for column in columns:
+        numeric = column in ("round", "inner step", "loss", "tokens/s")
+        justify: Literal["left", "right"] = "right" if numeric else "left"
+        table.add_column(column, justify=justify, no_wrap=column != "why", overflow="fold")
+    return table
+
+
+def _why(view: ReplicaView, missing: str | None) -> str:
+    if view.state == "failed":
+        code = "" if view.exit_code is None else f"exit code {view.exit_code}"
+        reason = "" if view.reason in (None, "exit_code") else view.reason.replace("_", " ")
+        said = ", ".join(part for part in (reason, code) if part)
+        return ": ".join(part for part in (said, view.error) if part)
+    if view.waiting_for and view.state == "running":
+        return "waits for " + ", ".join(map(str, view.waiting_for))
+    return missing or ""
+
+
+def _seen(view: ReplicaView) -> str:
+    if view.heartbeat_age_s is None or view.state in ("succeeded", "failed", "cancelled"):
+        return ""
+    return f"{format_duration(view.heartbeat_age_s)} ago"
+
+
+def _name(view: ReplicaView) -> str:
+    return f"{view.rank} (life {view.attempt + 1})" if view.attempt else f"{view.rank}"
+
+
+def _format(value: float | None, form: str) -> str:
+    return "" if not value else format(value, form)
+
+
+def _number(value: int | None) -> str:
+    return "" if value is None else str(value)

@@ -1,0 +1,1 @@
+"""Turning N contributions in a bucket into one agreed update."""

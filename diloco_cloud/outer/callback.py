@@ -1,0 +1,83 @@
+"""DiLoCo for Hugging Face's Trainer and all that derives from it (TRL's too).
+
+trainer = Trainer(..., callbacks=[DiLoCoCallback(manager, sync_every=100)])
+trainer.train()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from diloco_cloud.outer.loop import OuterLoop
+from diloco_cloud.outer.make import make_diloco_outer_loop
+from diloco_cloud.outer.manager import MockManager
+
+
+class DiLoCoCallback(TrainerCallback):
+    """Attaches an outer loop when training begins and takes it off, after a final sync, at its end.
+
+    ``train()`` may be called again: the outer momentum carries on.
+
+    Args:
+        manager: this replica's manager.
+        fragments: splits the model; by default the whole model is one fragment.
+        **settings: of :func:`diloco_cloud.outer.make_diloco_outer_loop`.
+
+    Attributes:
+        loop: the outer loop while training, else None.
+    """
+
+    def __init__(
+        self,
+        manager: MockManager,
+        *,
+        fragments: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.manager = manager
+        self.loop: OuterLoop | None = None
+        self._fragments = fragments
+        self._settings = settings
+        self._tokens_seen = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._detach(RuntimeError)  # A train() that raised never reached on_train_end.
+        model: nn.Module = kwargs["model"]
+        optimizer: torch.optim.Optimizer = kwargs["optimizer"]
+        parts = [model] if self._fragments is None else self._fragments(model)
+        self._tokens_seen = int(state.num_input_tokens_seen)
+        self.loop = make_diloco_outer_loop(
+            self.manager, parts, optimizer, model=model, **self._settings
+        )
+        self.loop.__enter__()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        seen = int(state.num_input_tokens_seen)
+        self.manager.report(tokens=seen - self._tokens_seen)
+        self._tokens_seen = seen
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        logs: dict[str, Any] = kwargs.get("logs") or {}
+        if "loss" in logs:
+            self.manager.progress.loss = float(logs["loss"])
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._detach(None)
+
+    def _detach(self, failure: type[BaseException] | None) -> None:
+        if self.loop is not None:
+            loop, self.loop = self.loop, None
+            loop.__exit__(failure, None, None)

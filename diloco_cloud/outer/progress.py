@@ -1,0 +1,105 @@
+"""What a replica knows of its own progress, for its heartbeat and for the round's metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from diloco_cloud.exchange.commit import Decision
+from diloco_cloud.store.metered import Usage
+
+Phase: TypeAlias = Literal["joining", "training", "syncing", "finishing"]
+
+
+@dataclass
+class Progress:
+    """Where a replica is. Read by the heartbeat's thread, written by the trainer's.
+
+    Attributes:
+        phase: what it is doing.
+        round: decisions it has seen. step: outer steps it has applied.
+        inner_step: inner optimizer steps reported in this life, and those it joined after.
+        tokens: reported in this life. loss: last reported. metrics: what else was reported last.
+        waiting_for: ranks the open round still lacks.
+        excluded: why the last round left this replica's work out, or None.
+    """
+
+    phase: Phase = "joining"
+    round: int = 0
+    step: int = 0
+    inner_step: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    waiting_for: list[int] = field(default_factory=list)
+    excluded: str | None = None
+    tokens_per_s: float | None = None
+    #: Of the open round: what the next contribution will carry.
+    round_tokens: int = 0
+    round_steps: int = 0
+    now: Callable[[], float] = time.monotonic
+    _rate_mark: tuple[float, int] | None = None
+
+    def report(self, tokens: int, loss: float | None, metrics: dict[str, float]) -> None:
+        """Count one inner step."""
+        self.inner_step += 1
+        self.round_steps += 1
+        self.tokens += tokens
+        self.round_tokens += tokens
+        self.loss = loss if loss is not None else self.loss
+        self.metrics.update(metrics)
+        self.phase = "training"
+
+    def mark_round(self) -> None:
+        """End the open round: its token rate is the tokens since the last mark over the time."""
+        now = self.now()
+        if self._rate_mark is not None and now > self._rate_mark[0]:
+            self.tokens_per_s = (self.tokens - self._rate_mark[1]) / (now - self._rate_mark[0])
+        self._rate_mark = (now, self.tokens)
+        self.waiting_for = []
+
+    def take_counts(self) -> tuple[int, int]:
+        """Tokens and inner steps since the last call: what a contribution carries."""
+        counts = (self.round_tokens, self.round_steps)
+        self.round_tokens = self.round_steps = 0
+        return counts
+
+    def snapshot(self) -> dict[str, Any]:
+        """The public fields as JSON values."""
+        return {
+            "state": self.phase,
+            "round": self.round,
+            "step": self.step,
+            "inner_step": self.inner_step,
+            "tokens": self.tokens,
+            "tokens_per_s": self.tokens_per_s,
+            "loss": self.loss,
+            "waiting_for": list(self.waiting_for),
+            "excluded": self.excluded,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundReport:
+    """One decided round as one replica saw it.
+
+    Attributes:
+        seconds_blocked: time the training thread stood still for the exchange.
+        seconds_exchange: from contributing to having the result, in the background.
+        usage: requests and bytes of the exchange.
+        base: digest of the global parameters before the round.
+    """
+
+    round: int
+    step: int
+    fragment: int
+    decision: Decision
+    participants: int
+    seconds_blocked: float
+    seconds_exchange: float
+    usage: Usage
+    base: str
+    progress: dict[str, Any]
+    metrics: dict[str, float]

@@ -1,0 +1,84 @@
+"""One sync: the tensors of all its allreduce calls, exchanged as one round in the background."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+
+import torch
+
+from diloco_cloud.exchange.rounds import RoundResult
+from diloco_cloud.outer.work import _ImmediateWork
+
+
+class Sync:
+    """Collects tensors, sends them once, and writes the agreed means back into them.
+
+    Args:
+        exchange: runs a round with the collected tensors on the host; called in ``background``.
+        background: where it runs. It touches host memory only.
+
+    Attributes:
+        result: what the round came to; None before, and after an error.
+        error: what went wrong. It is kept rather than raised from a work's ``wait()``, where it
+            would leave torchft half-way: local parameters in the model, a sync that never ends.
+        seconds_blocked: time the training thread stood still for it.
+        seconds_exchange: time the exchange took.
+    """
+
+    def __init__(
+        self, exchange: Callable[[list[torch.Tensor]], RoundResult], background: Executor
+    ) -> None:
+        self._exchange = exchange
+        self._background = background
+        self._tensors: list[torch.Tensor] = []
+        self._host: list[torch.Tensor] = []
+        self._under_way: Future[RoundResult] | None = None
+        self._delivered = False
+        self.result: RoundResult | None = None
+        self.error: Exception | None = None
+        self.seconds_blocked = 0.0
+        self.seconds_exchange = 0.0
+
+    @property
+    def sent(self) -> bool:
+        """Whether the round has begun, after which no tensor can be added."""
+        return self._under_way is not None
+
+    def add(self, tensor: torch.Tensor) -> _ImmediateWork:
+        """Take ``tensor`` in; ``wait()`` of the returned work fills in the mean."""
+        self._tensors.append(tensor.detach())
+        # The copy off an accelerator happens here, on the stream torchft has made current. A CPU
+        # tensor is not copied; torchft keeps it as it is until the sync ends.
+        self._host.append(tensor.detach().cpu())
+        return _ImmediateWork(self.deliver)
+
+    def send(self) -> None:
+        """Begin the round, once."""
+        if self._under_way is None:
+            self._under_way = self._background.submit(self._run)
+
+    def deliver(self) -> None:
+        """Wait for the round and write the means into the tensors, once."""
+        if self._delivered:
+            return
+        began = time.perf_counter()
+        try:
+            self.send()
+            assert self._under_way is not None
+            self.result = self._under_way.result()
+            # After a discard there are no means, and torchft drops the tensors.
+            for tensor, mean in zip(self._tensors, self.result.tensors or [], strict=False):
+                tensor.copy_(mean)
+        except Exception as error:
+            self.error = error
+        self._delivered = True
+        self.seconds_blocked = time.perf_counter() - began
+
+    def _run(self) -> RoundResult:
+        began = time.perf_counter()
+        try:
+            return self._exchange(self._host)
+        finally:
+            self.seconds_exchange = time.perf_counter() - began

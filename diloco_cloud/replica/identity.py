@@ -1,0 +1,54 @@
+"""Who this process is, as its executor's environment tells it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from diloco_cloud.errors import ConfigError, MissingRankError
+from diloco_cloud.executor import RANK_ENV
+
+RENDEZVOUS_ENV = "DILOCO_RENDEZVOUS_URI"
+ATTEMPT_ENV = "DILOCO_ATTEMPT"
+#: Names the variable that holds the rank, where a launch chose another than ``REPLICA_RANK``.
+RANK_ENV_ENV = "DILOCO_RANK_ENV"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One life of one rank."""
+
+    rank: int
+    attempt: int
+
+    @classmethod
+    def from_environ(cls, world_size: int, environ: Mapping[str, str] = os.environ) -> Identity:
+        """Read rank and attempt.
+
+        Raises:
+            MissingRankError: the rank variable is missing (a RuntimeError).
+            ConfigError: a value is no number, or the rank is outside ``[0, world_size)`` (a
+                ValueError).
+        """
+        name = environ.get(RANK_ENV_ENV, RANK_ENV)
+        if name not in environ:
+            raise MissingRankError(
+                f"{name} is not set",
+                fix="Executors set it; by hand, give each replica a rank of its own from 0.",
+            )
+        rank, attempt = _number(environ, name), _number(environ, ATTEMPT_ENV, "0")
+        if not 0 <= rank < world_size:
+            raise ConfigError(
+                f"{name}={rank} is outside [0, {world_size})",
+                fix="Ranks begin at 0, and the run's number of replicas bounds them.",
+            )
+        return cls(rank, attempt)
+
+
+def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:
+    text = environ.get(name, default)
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} is not a whole number") from None

@@ -1,0 +1,246 @@
+"""A run's settings from flags, environment, a TOML file and defaults, in that order.
+
+The file has one key per setting of :class:`~diloco_cloud.run.spec.RunSpec`, and ``name``,
+``store``; ``trainer_args`` and ``env`` are tables, ``secrets`` is a list. A variable is named
+``DILOCO_`` and the setting in capitals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import random
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco_cloud.errors import ConfigError
+from diloco_cloud.run.durations import parse_duration
+from diloco_cloud.run.names import DEFAULT_NAME, new_run_id
+from diloco_cloud.run.spec import RunSpec
+
+#: Where runs of the local backend go when no store is given, below the working directory.
+LOCAL_STORE = "runs"
+
+SPEC_KEYS = tuple(field.name for field in dataclasses.fields(RunSpec))
+SETTING_KEYS = ("name", "store", *SPEC_KEYS)
+#: Settings that are merged key by key instead of being replaced.
+_TABLES = ("trainer_args", "env")
+_DURATIONS = ("timeout", "round_timeout", "join_timeout")
+_SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS)$")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is to be launched, and the store it goes to."""
+
+    spec: RunSpec
+    store_uri: str
+
+
+def resolve(
+    flags: Mapping[str, Any],
+    *,
+    environ: Mapping[str, str],
+    file: str | Path | None = None,
+    rng: random.Random | None = None,
+) -> Settings:
+    """Settle every setting.
+
+    Args:
+        flags: by setting; those not given are absent or None.
+        environ: where the ``DILOCO_*`` variables are looked up.
+        file: a TOML file.
+        rng: source of the run id's random part.
+
+    Raises:
+        ConfigError: an unknown key, or a value that cannot work.
+    """
+    layers = [
+        read_file(file) if file is not None else {},
+        read_environment(environ),
+        {key: value for key, value in flags.items() if value is not None},
+    ]
+    values = _merge(layers)
+    name = values.pop("name", DEFAULT_NAME)
+    store = values.pop("store", None)
+    values.setdefault("run_id", None)
+    if values["run_id"] is None:
+        values["run_id"] = new_run_id(_text("name", name), rng=rng)
+    spec = RunSpec(**_typed(values))
+    return Settings(spec, _store_uri(spec, store))
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """The settings in a TOML file.
+
+    Raises:
+        ConfigError: no such file, not TOML, or an unknown key.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}", fix="Correct the file.") from None
+    for key in values:
+        if key not in SETTING_KEYS:
+            raise _unknown_key(key, f"{path} has an unknown key", SETTING_KEYS)
+    return values
+
+
+def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The settings in ``DILOCO_*`` variables, numbers and JSON parsed.
+
+    Other variables of that prefix are not ours to judge: replicas are given some.
+    """
+    values: dict[str, Any] = {}
+    for key in SETTING_KEYS:
+        text = environ.get(f"DILOCO_{key.upper()}")
+        if text and key not in ("env", "run_id"):
+            values[key] = _from_text(key, text)
+    return values
+
+
+def parse_json_object(text: str, what: str) -> dict[str, Any]:
+    """``text`` as a JSON object.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{what} is not JSON: {error}", fix="""Write '{"key": 1}'.""") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{what} is not a JSON object", fix="""Write '{"key": 1}'.""")
+    return values
+
+
+def parse_assignments(texts: Iterable[str], what: str) -> dict[str, str]:
+    """``["a=1", …]`` as a dict of texts.
+
+    Raises:
+        ConfigError: one is not an assignment.
+    """
+    values = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"{what} {text!r} has no '='", fix="Write KEY=VALUE.")
+        values[key.strip()] = value
+    return values
+
+
+def parse_set(texts: Iterable[str]) -> dict[str, Any]:
+    """``--set`` assignments: a value that is JSON is taken as such, any other as text."""
+
+    def value(text: str) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    return {key: value(text) for key, text in parse_assignments(texts, "--set").items()}
+
+
+def read_env_file(path: str | Path) -> dict[str, str]:
+    """``KEY=VALUE`` lines; blank lines and those that begin with # are skipped."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    kept = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    return parse_assignments(kept, f"{path}:")
+
+
+def _merge(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Later layers win; tables are merged, and secrets added."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            if key in _TABLES:
+                _expect(isinstance(value, Mapping), key, value, "a table")
+                value = {**merged.get(key, {}), **value}
+            elif key == "secrets":
+                _expect(isinstance(value, (list, tuple)), key, value, "a list of names")
+                value = list(dict.fromkeys([*merged.get(key, ()), *value]))
+            merged[key] = value
+    return merged
+
+
+def _typed(values: dict[str, Any]) -> dict[str, Any]:
+    """``values`` with durations in seconds, and types checked that ``RunSpec`` leaves alone."""
+    for key in _DURATIONS:
+        if key in values:
+            seconds = parse_duration(values[key])
+            values[key] = int(seconds) if key == "timeout" else seconds
+    for key in ("backend", "trainer", "gpu", "run_id", "reduction"):
+        if values.get(key) is not None:
+            _text(key, values[key])
+    for key, value in values.get("env", {}).items():
+        _expect(isinstance(value, str), f"env.{key}", value, "a text")
+        if _SECRET_NAME.search(key.upper()):
+            raise ConfigError(
+                f"{key} looks like a secret, and env is stored with the run",
+                fix=f"Pass it with --secret {key}.",
+            )
+    secrets = values.get("secrets", ())
+    ok = isinstance(secrets, (list, tuple)) and all(isinstance(name, str) for name in secrets)
+    _expect(ok, "secrets", secrets, "a list of names of variables")
+    return values
+
+
+def _store_uri(spec: RunSpec, store: object) -> str:
+    if store is not None:
+        text = _text("store", store)
+        if text.startswith("memory:"):
+            raise ConfigError(
+                f"replicas are other processes, which cannot reach {text}",
+                fix="Use a directory, or a bucket.",
+            )
+        return text if "://" in text else str(Path(text).expanduser().absolute())
+    if spec.backend != "local":
+        raise ConfigError(
+            f"runs on {spec.backend} need a store that all replicas reach",
+            fix="Add --store s3://bucket/prefix, or set DILOCO_STORE.",
+        )
+    return str(Path(LOCAL_STORE).absolute())
+
+
+def _from_text(key: str, text: str) -> Any:
+    """A variable's text as the type of its setting."""
+    parsers: dict[str, Callable[[str], Any]] = {
+        **dict.fromkeys(("replicas", "sync_every", "rounds", "fragments", "seed"), int),
+        **dict.fromkeys(("fragment_sync_delay", "snapshot_every"), int),
+        **dict.fromkeys(("fragment_update_alpha", "outer_lr", "outer_momentum"), float),
+        "nesterov": lambda value: {"true": True, "1": True, "false": False, "0": False}[value],
+        "trainer_args": lambda value: parse_json_object(value, "DILOCO_TRAINER_ARGS"),
+        "secrets": lambda value: [name.strip() for name in value.split(",") if name.strip()],
+    }
+    try:
+        return parsers.get(key, str)(text)
+    except (KeyError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"DILOCO_{key.upper()} is {text!r}", fix="It must be a number.") from None
+
+
+def _text(key: str, value: object) -> str:
+    _expect(isinstance(value, str), key, value, "a text")
+    return str(value)
+
+
+def _expect(ok: bool, key: str, value: object, wanted: str) -> None:
+    if not ok:
+        raise ConfigError(f"{key} is {value!r}", fix=f"It must be {wanted}.")
+
+
+def _unknown_key(key: str, message: str, known: Iterable[str]) -> ConfigError:
+    near = difflib.get_close_matches(key.replace("-", "_"), sorted(known), n=1, cutoff=0.5)
+    fix = f"Did you mean {near[0]}?" if near else f"Known keys: {', '.join(sorted(known))}."
+    return ConfigError(f"{message}: {key}", fix=fix)

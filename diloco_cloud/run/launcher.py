@@ -1,0 +1,58 @@
+"""Starts a run: everything that can be known to fail is found before anything is launched."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from diloco_cloud.executor import ServerlessExecutor
+from diloco_cloud.executor_registry import get_executor
+from diloco_cloud.run.preflight import check_environment, check_trainer
+from diloco_cloud.run.record import create_run
+from diloco_cloud.run.run import Run
+from diloco_cloud.run.spec import RunSpec
+from diloco_cloud.run.start import start_replicas
+from diloco_cloud.store import open_store, probe_store
+
+
+def check_launch(spec: RunSpec, executor: ServerlessExecutor | None = None) -> ServerlessExecutor:
+    """All checks that need no network; returns the executor.
+
+    Raises:
+        UsageError: the backend, the trainer, a dependency or a secret is not there.
+    """
+    found = get_executor(spec.backend) if executor is None else executor
+    check_trainer(spec.trainer, spec.trainer_args, os.getcwd())
+    check_environment(spec)
+    return found
+
+
+def launch(
+    spec: RunSpec,
+    store_uri: str | os.PathLike[str],
+    *,
+    executor: ServerlessExecutor | None = None,
+    clock: Callable[[], float] = time.time,
+) -> Run:
+    """Start a run and return at once; the replicas need this process no longer.
+
+    Args:
+        spec: the run's settings.
+        store_uri: where the run's prefix ``<store_uri>/<run_id>/`` goes.
+        executor: default: the one that ``spec.backend`` names.
+        clock: seconds since the epoch.
+
+    Raises:
+        UsageError: the request can't work; nothing was started or written.
+        StoreError: the store is not there, not writable or has no conditional create.
+        RunExistsError: the run id is taken in that store.
+        LaunchError: the backend failed; what had been started was cancelled.
+    """
+    found = check_launch(spec, executor)
+    store = open_store(os.fspath(store_uri))
+    probe_store(store)
+    prefix = store.child(spec.run_id)
+    record = create_run(prefix, spec, created_at=clock())
+    start_replicas(prefix, record, found, range(spec.replicas), attempt=0, clock=clock)
+    return Run(prefix, record, executor=found, clock=clock)

@@ -1,0 +1,165 @@
+"""Checks of a launch that need neither a network nor an import of the trainer.
+
+A trainer's module usually imports torch, which takes seconds; here its source is read instead.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+from diloco_cloud.errors import ConfigError, MissingDependencyError, TrainerImportError
+from diloco_cloud.run.spec import TRAINER_SETTINGS, RunSpec
+
+#: Keywords that every trainer is called with.
+DOOR = ("manager", "rank", "world_size")
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def check_environment(spec: RunSpec) -> None:
+    """Check what replicas will need from this machine.
+
+    Raises:
+        MissingDependencyError: replicas run here, and torchft is not installed here.
+        ConfigError: a secret has no value in this environment.
+    """
+    if spec.backend == "local":
+        for package in ("torch", "torchft"):
+            if importlib.util.find_spec(package) is None:
+                raise MissingDependencyError(
+                    f"replicas on this machine need {package}, which is not installed",
+                    fix="pip install 'diloco-cloud[diloco]'",
+                )
+    for name in spec.secrets:
+        if name not in os.environ:
+            raise ConfigError(
+                f"the secret {name} has no value here",
+                fix=f"export {name}=… before launching; it is never stored.",
+            )
+
+
+def check_trainer(trainer: str, trainer_args: Mapping[str, Any], directory: str) -> None:
+    """Check that ``trainer`` exists and can be called with ``trainer_args``.
+
+    Args:
+        trainer: "package.module:function".
+        trainer_args: its keywords, besides those of ``DOOR``.
+        directory: searched before the interpreter's own path.
+
+    Raises:
+        TrainerImportError: no such module or function, or one that is not a trainer.
+        ConfigError: an argument the function does not take, or one it lacks.
+    """
+    module, _, name = trainer.partition(":")
+    source = _source(trainer, module, directory)
+    if source is None:
+        return  # compiled: only the replica can tell
+    try:
+        tree = ast.parse(source.read_bytes(), filename=str(source))
+    except SyntaxError as error:
+        raise TrainerImportError(
+            f"trainer {trainer!r}: {source}:{error.lineno} does not parse: {error.msg}",
+            fix="Correct the file.",
+        ) from None
+    names = dict(_top_level(tree))
+    if name not in names:
+        if "*" in names or "__getattr__" in names:
+            return
+        near = difflib.get_close_matches(name, names, n=1)
+        raise TrainerImportError(
+            f"trainer {trainer!r}: {source} defines no {name!r}",
+            fix=f"Did you mean {module}:{near[0]}?" if near else "Name a function of that module.",
+        )
+    node = names[name]
+    if isinstance(node, _Function) and not node.decorator_list:
+        _check_signature(trainer, node.args, trainer_args)
+
+
+def _source(trainer: str, module: str, directory: str) -> Path | None:
+    """The file of ``module``; None if it has none that can be read."""
+    spec = _find(module, directory)
+    if spec is None:
+        top = module.partition(".")[0]
+        raise TrainerImportError(
+            f"trainer {trainer!r}: there is no module {module!r}",
+            fix=f"Install the package {top!r}, or launch from the directory that holds it.",
+        )
+    origin = spec.origin
+    return Path(origin) if origin is not None and origin.endswith(".py") else None
+
+
+def _find(module: str, directory: str) -> ModuleSpec | None:
+    """Find ``module`` without importing its parents."""
+    path = [directory, *sys.path]
+    first, *rest = module.split(".")
+    # importlib's own finders know editable installs, which no path lists.
+    spec = PathFinder.find_spec(first, path) or importlib.util.find_spec(first)
+    name = first
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        name = f"{name}.{part}"
+        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
+    return spec
+
+
+def _top_level(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """Names that a module binds, looking into top-level if, try and with blocks."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name, node
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                yield (alias.asname or alias.name), node
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                yield from ((n.id, node) for n in ast.walk(target) if isinstance(n, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id, node
+        elif isinstance(node, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
+            yield from _top_level(node)
+
+
+def _check_signature(
+    trainer: str, arguments: ast.arguments, trainer_args: Mapping[str, Any]
+) -> None:
+    """Check the call ``fn(manager=, rank=, world_size=, **trainer_args)``."""
+    positional = arguments.args
+    required = [arg.arg for arg in positional[: len(positional) - len(arguments.defaults)]]
+    pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    required += [arg.arg for arg, default in pairs if default is None]
+    taken = [arg.arg for arg in (*positional, *arguments.kwonlyargs)]
+    anything = arguments.kwarg is not None
+    for name in DOOR:
+        if name not in taken and not anything:
+            raise TrainerImportError(
+                f"trainer {trainer!r} does not take {name!r}",
+                fix="Declare it train(*, manager, rank, world_size, **trainer_args).",
+            )
+    for name in trainer_args:
+        if name in DOOR or (name not in taken and not anything):
+            near = difflib.get_close_matches(name, sorted({*taken} - {*DOOR}), n=1)
+            raise ConfigError(
+                f"trainer {trainer!r} takes no argument {name!r}",
+                fix=f"Did you mean {near[0]!r}?" if near else _takes(taken),
+            )
+    given = {*DOOR, *TRAINER_SETTINGS, *trainer_args}
+    lacking = [name for name in required if name not in given]
+    if lacking:
+        raise ConfigError(
+            f"trainer {trainer!r} needs {', '.join(lacking)}",
+            fix=f"Add --set {lacking[0]}=…",
+        )
+
+
+def _takes(names: list[str]) -> str:
+    others = [name for name in names if name not in DOOR]
+    return f"It takes {', '.join(others)}." if others else "It takes none."

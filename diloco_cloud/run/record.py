@@ -1,0 +1,192 @@
+"""The small JSON objects of a run's prefix: written whole, read leniently where that is safe."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_cloud import __version__
+from diloco_cloud.errors import (
+    AlreadyExistsError,
+    ConfigError,
+    CorruptError,
+    NotFoundError,
+    RunExistsError,
+    RunNotFoundError,
+)
+from diloco_cloud.executor import ReplicaHandle
+from diloco_cloud.run import keys
+from diloco_cloud.run.spec import SPEC_VERSION, RunSpec
+from diloco_cloud.store.base import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+_LIFE = re.compile(r"replicas/(\d+)/(\d+)(?:\.(\w+))?\.json")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What ``run.json`` says.
+
+    Attributes:
+        spec: the run's settings.
+        created_at: seconds since the epoch, by the launcher's clock.
+        host: the machine it was launched from.
+        directory: the working directory it was launched from; a local replica's trainer may live
+            there.
+    """
+
+    spec: RunSpec
+    created_at: float
+    host: str
+    directory: str
+
+
+def create_run(store: ObjectStore, spec: RunSpec, *, created_at: float) -> RunRecord:
+    """Write ``run.json``, once.
+
+    Args:
+        store: the run's own prefix.
+        spec: the run's settings.
+        created_at: seconds since the epoch.
+
+    Raises:
+        RunExistsError: the id is taken.
+    """
+    record = RunRecord(spec, created_at, platform.node(), os.getcwd())
+    values = {
+        "version": SPEC_VERSION,
+        "run_id": spec.run_id,
+        "hash": spec.digest,
+        "created_at": created_at,
+        "package_version": __version__,
+        "host": record.host,
+        "directory": record.directory,
+        "spec": spec.to_json(),
+    }
+    try:
+        store.create(keys.RUN, dump(values))
+    except AlreadyExistsError:
+        raise RunExistsError(
+            f"the run id {spec.run_id!r} is taken in {parent_uri(store)}",
+            fix="Choose another name, or `diloco-cloud resume` (or `down`) the one that is there.",
+        ) from None
+    return record
+
+
+def read_run(store: ObjectStore) -> RunRecord | None:
+    """What ``run.json`` says, or None where there is none.
+
+    Raises:
+        CorruptError: it is not what a launch writes, or was changed since.
+        ConfigError: it was written by another version of the package.
+    """
+    try:
+        raw = store.get(keys.RUN)
+    except NotFoundError:
+        return None
+    values = _parse(raw)
+    if values is None or "spec" not in values:
+        raise CorruptError(f"{store.uri}/{keys.RUN} is not the record of a run")
+    if values.get("version") != SPEC_VERSION:
+        raise ConfigError(
+            f"the run was written by diloco-cloud {values.get('package_version')}, "
+            f"this is {__version__}",
+            fix="Use the version that launched it.",
+        )
+    spec = RunSpec.from_json(values["spec"])
+    if spec.digest != values.get("hash"):
+        raise CorruptError(f"{store.uri}/{keys.RUN} was changed after the launch")
+    return RunRecord(
+        spec,
+        float(values.get("created_at", 0.0)),
+        str(values.get("host", "")),
+        str(values.get("directory", "")),
+    )
+
+
+def run_not_found(store: ObjectStore, run_id: str) -> RunNotFoundError:
+    """The error for an id that is not in ``store``, with the nearest id that is."""
+    try:
+        known = store.list_dirs("")
+    except NotFoundError:
+        known = []
+    near = difflib.get_close_matches(run_id, known, n=1) or [
+        name for name in known if name.startswith(run_id)
+    ]
+    fix = f"Did you mean {near[0]}?" if near else "`diloco-cloud ls` shows the runs of a store."
+    return RunNotFoundError(f"no run {run_id!r} in {store.uri}", fix=fix)
+
+
+def write_handle(store: ObjectStore, handle: ReplicaHandle, attempt: int, *, at: float) -> None:
+    """Record what the executor returned for one life of a rank."""
+    values = {
+        "rank": handle.rank,
+        "attempt": attempt,
+        "backend_name": handle.backend_name,
+        "metadata": handle.metadata,
+        "launched_at": at,
+    }
+    store.create(keys.handle(handle.rank, attempt), dump(values))
+
+
+def to_handle(values: Mapping[str, Any]) -> ReplicaHandle:
+    """The handle that :func:`write_handle` wrote."""
+    return ReplicaHandle(values["rank"], values["backend_name"], dict(values["metadata"]))
+
+
+def list_lives(store: ObjectStore) -> dict[tuple[int, int], set[str]]:
+    """Which objects each (rank, attempt) has: "handle", "intent", "outcome", "cancel"."""
+    lives: dict[tuple[int, int], set[str]] = {}
+    for info in store.list(keys.REPLICAS):
+        match = _LIFE.fullmatch(info.key)
+        if match is not None:
+            kinds = lives.setdefault((int(match[1]), int(match[2])), set())
+            kinds.add(match[3] or "handle")
+    return lives
+
+
+def read_json(store: ObjectStore, key: str) -> dict[str, Any] | None:
+    """The JSON object at ``key``; None if there is none, or if it is something else."""
+    try:
+        raw = store.get(key)
+    except NotFoundError:
+        return None
+    values = _parse(raw)
+    if values is None:
+        logger.warning("%s/%s is not a JSON object; ignored", store.uri, key)
+    return values
+
+
+def create_json(store: ObjectStore, key: str, values: Mapping[str, Any]) -> bool:
+    """Create ``key``; False if it was there already."""
+    try:
+        store.create(key, dump(values))
+    except AlreadyExistsError:
+        return False
+    return True
+
+
+def dump(values: Mapping[str, Any]) -> bytes:
+    """``values`` as UTF-8 JSON."""
+    return json.dumps(values, sort_keys=True).encode()
+
+
+def parent_uri(store: ObjectStore) -> str:
+    """The store that a run's prefix lies in, as a URI."""
+    return store.uri.rpartition("/")[0]
+
+
+def _parse(raw: bytes) -> dict[str, Any] | None:
+    try:
+        values = json.loads(raw)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) else None

@@ -1,0 +1,70 @@
+"""What a run leaves behind: results of its replicas, the exported model, figures per round."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_cloud.run import keys
+from diloco_cloud.run.record import list_lives, read_json
+from diloco_cloud.run.spec import RunSpec
+from diloco_cloud.store.base import ObjectStore
+
+_METRICS = re.compile(r"metrics/(\d+)\.(\d+)/(\d+)\.json")
+
+
+@dataclass(frozen=True)
+class RunResults:
+    """What a run leaves behind.
+
+    Attributes:
+        outcomes: by rank, the last word of its newest life; None where it left none.
+        manifest: of the exported result (digest, round, step, files), or None.
+        files: keys of the exported files in the run's prefix.
+    """
+
+    outcomes: tuple[Mapping[str, Any] | None, ...]
+    manifest: Mapping[str, Any] | None
+    files: tuple[str, ...]
+
+    @property
+    def returned(self) -> list[Any]:
+        """By rank, what the trainer returned, where it is JSON; else None."""
+        return [(outcome or {}).get("result") for outcome in self.outcomes]
+
+    @property
+    def digests(self) -> list[str | None]:
+        """By rank, the digest of the final global parameters."""
+        return [(outcome or {}).get("digest") for outcome in self.outcomes]
+
+    @property
+    def digest(self) -> str | None:
+        """The digest that all replicas ended with; None if they differ or one has none."""
+        digests = set(self.digests)
+        return digests.pop() if len(digests) == 1 else None
+
+
+def read_results(store: ObjectStore, spec: RunSpec) -> RunResults:
+    """Read what the run whose prefix is ``store`` has left."""
+    lives = list_lives(store)
+    outcomes = []
+    for rank in range(spec.replicas):
+        attempt = max((a for r, a in lives if r == rank), default=0)
+        outcomes.append(read_json(store, keys.outcome(rank, attempt)))
+    manifest_key = f"{keys.RESULT}manifest.json"
+    files = tuple(info.key for info in store.list(keys.RESULT) if info.key != manifest_key)
+    return RunResults(tuple(outcomes), read_json(store, manifest_key), files)
+
+
+def read_metrics(store: ObjectStore) -> list[dict[str, Any]]:
+    """Each replica's figures of each round, with ``rank`` and ``attempt``, in that order."""
+    found = [m for info in store.list(keys.METRICS) if (m := _METRICS.fullmatch(info.key))]
+    with ThreadPoolExecutor(16, thread_name_prefix="metrics") as pool:
+        rows = pool.map(lambda match: read_json(store, match[0]), found)
+        return [
+            {"rank": int(match[1]), "attempt": int(match[2]), "round": int(match[3]), **(row or {})}
+            for match, row in zip(found, rows, strict=True)
+        ]

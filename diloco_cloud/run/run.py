@@ -1,0 +1,280 @@
+"""One run, from any process that can reach its store."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from diloco_cloud.errors import ConfigError, CorruptError, NotFoundError
+from diloco_cloud.executor import ServerlessExecutor, State
+from diloco_cloud.executor_registry import get_executor
+from diloco_cloud.run import lifecycle
+from diloco_cloud.run.follow import read_logs
+from diloco_cloud.run.logs import LogLine
+from diloco_cloud.run.observe import Observer
+from diloco_cloud.run.record import RunRecord, parent_uri, read_run, run_not_found
+from diloco_cloud.run.results import RunResults, read_metrics, read_results
+from diloco_cloud.run.spec import RunSpec
+from diloco_cloud.run.status import RunStatus
+from diloco_cloud.store import open_store
+from diloco_cloud.store.base import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks at a run: quick at first, then easy on providers' rate limits.
+_FIRST_INTERVAL = 0.5
+_LAST_INTERVAL = 10.0
+
+
+class Run:
+    """A run that was launched, now or long ago, here or elsewhere.
+
+    Made by :func:`diloco_cloud.launch` or :meth:`open`.
+
+    Args:
+        store: the run's own prefix.
+        record: what its ``run.json`` says.
+        executor: default: the one that the spec names, when it is first needed.
+        clock: seconds since the epoch.
+        sleep: waits for so many seconds.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        record: RunRecord,
+        *,
+        executor: ServerlessExecutor | None = None,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._store = store
+        self._record = record
+        self._given_executor = executor
+        self._clock = clock
+        self._sleep = sleep
+        self._observer = Observer(store, record, lambda: self.executor, clock=clock)
+
+    @classmethod
+    def open(
+        cls,
+        store_uri: str | os.PathLike[str],
+        run_id: str,
+        *,
+        executor: ServerlessExecutor | None = None,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> Run:
+        """Find a run again.
+
+        Raises:
+            RunNotFoundError: no such run in that store.
+        """
+        store = open_store(os.fspath(store_uri))
+        try:
+            prefix = store.child(run_id)
+        except ValueError:
+            raise run_not_found(store, run_id) from None
+        record = read_run(prefix)
+        if record is None:
+            raise run_not_found(store, run_id)
+        return cls(prefix, record, executor=executor, clock=clock, sleep=sleep)
+
+    def __repr__(self) -> str:
+        return f"Run({self.uri!r})"
+
+    @property
+    def run_id(self) -> str:
+        return self._record.spec.run_id
+
+    @property
+    def spec(self) -> RunSpec:
+        return self._record.spec
+
+    @property
+    def created_at(self) -> float:
+        """Seconds since the epoch, by the launcher's clock."""
+        return self._record.created_at
+
+    @property
+    def store(self) -> ObjectStore:
+        """The run's own prefix."""
+        return self._store
+
+    @property
+    def uri(self) -> str:
+        """The URI of the run's prefix."""
+        return self._store.uri
+
+    @property
+    def store_uri(self) -> str:
+        """The URI of the store that the prefix lies in."""
+        return parent_uri(self._store)
+
+    @functools.cached_property
+    def executor(self) -> ServerlessExecutor:
+        """The executor that launched the replicas.
+
+        Raises:
+            UsageError: it is not installed on this machine.
+        """
+        return self._given_executor or get_executor(self.spec.backend)
+
+    def status(self) -> RunStatus:
+        """What the prefix and the executor say now."""
+        return self._observer.observe()
+
+    def watch(self, interval: float | None = None) -> Iterator[RunStatus]:
+        """Statuses until the run has ended, the last one being terminal.
+
+        Args:
+            interval: seconds between two; by default growing from 0.5 to 10.
+        """
+        pause = _FIRST_INTERVAL if interval is None else interval
+        while True:
+            status = self.status()
+            yield status
+            if status.is_terminal:
+                return
+            self._sleep(pause)
+            if interval is None:
+                pause = min(pause * 1.3, _LAST_INTERVAL)
+
+    def wait(self, timeout: float | None = None) -> RunStatus:
+        """Wait until the run has ended, or ``timeout`` seconds have passed.
+
+        Returns the last status seen: check ``is_terminal``. Never raises for a run's failure.
+        """
+        deadline = None if timeout is None else self._clock() + timeout
+        pause = _FIRST_INTERVAL
+        while True:
+            status = self.status()
+            left = None if deadline is None else deadline - self._clock()
+            if status.is_terminal or (left is not None and left <= 0):
+                return status
+            self._sleep(pause if left is None else min(pause, left))
+            pause = min(pause * 1.3, _LAST_INTERVAL)
+
+    def logs(
+        self,
+        *,
+        follow: bool = False,
+        tail: int | None = None,
+        since: float | None = None,
+        ranks: Sequence[int] | None = None,
+        interval: float = 1.0,
+    ) -> Iterator[LogLine]:
+        """The replicas' logs, merged in time order.
+
+        Args:
+            follow: go on until the run has ended. Its state decides that, never a silent log.
+            tail: begin with the last so many lines.
+            since: begin with the lines of the last so many seconds.
+            ranks: only these.
+            interval: seconds between two looks for new lines.
+
+        Raises:
+            UsageError: a rank that the run does not have.
+        """
+        chosen = lifecycle.check_ranks(self.spec, ranks)
+
+        def states() -> list[State]:
+            views = self.status().replicas
+            return [views[rank].state for rank in chosen]
+
+        return read_logs(
+            self._store,
+            chosen,
+            states=states,
+            native_output=self._native_output,
+            follow=follow,
+            tail=tail,
+            since=None if since is None else self._clock() - since,
+            pause=lambda: self._sleep(interval),
+        )
+
+    def cancel(self, ranks: Sequence[int] | None = None) -> list[int]:
+        """Ask replicas to stop; returns the ranks asked. Replicas that have ended are left alone.
+
+        Raises:
+            UsageError: a rank that the run does not have, or its executor is not installed here.
+        """
+        return lifecycle.cancel(
+            self._store,
+            self.spec,
+            self._observer,
+            lambda: self.executor,
+            ranks,
+            clock=self._clock,
+        )
+
+    def resume(self, ranks: Sequence[int] | None = None) -> list[int]:
+        """Start replicas that have ended again, with the same spec; returns their ranks.
+
+        Args:
+            ranks: default: all that have failed, were cancelled or were never started.
+
+        Raises:
+            UsageError: nothing to resume: the run has succeeded, or its replicas are running.
+            LaunchError: the backend failed; what had been started was cancelled.
+        """
+        return lifecycle.resume(
+            self._store, self._record, self._observer, self.executor, ranks, clock=self._clock
+        )
+
+    def down(self, *, cancel: bool = False, timeout: float = 60.0) -> int:
+        """Delete everything the run has in its store; returns the number of objects.
+
+        Args:
+            cancel: cancel replicas that are still going, and wait for their end.
+            timeout: seconds to wait for it.
+
+        Raises:
+            UsageError: the run is still going, and ``cancel`` is false.
+            DilocoError: the replicas did not end in time; nothing was deleted.
+        """
+        status = self.status()
+        if not status.is_terminal:
+            lifecycle.refuse_unless(cancel, status)
+            self.cancel()
+            lifecycle.require_ended(self.wait(timeout))
+        return lifecycle.delete(self._store)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """What each replica reported of each round, by rank, attempt and round."""
+        return read_metrics(self._store)
+
+    def results(self) -> RunResults:
+        """What replicas returned, and the exported result where there is one."""
+        return read_results(self._store, self.spec)
+
+    def _native_output(self, rank: int, n_lines: int) -> str:
+        """The end of what a replica's process wrote to stdout and stderr; "" if not to be had."""
+        _, handle = self._observer.handles()[rank]
+        if handle is None:
+            return ""
+        return self.executor.stream_logs(handle, n_lines=n_lines)
+
+
+def list_runs(store_uri: str | os.PathLike[str]) -> list[Run]:
+    """The runs of a store, newest first. A store that is not there has none."""
+    store = open_store(os.fspath(store_uri))
+    try:
+        names = store.list_dirs("")
+    except NotFoundError:
+        return []
+    runs = []
+    for name in names:
+        prefix = store.child(name)
+        try:
+            record = read_run(prefix)
+        except (CorruptError, ConfigError) as error:  # one bad run must not hide the others
+            logger.warning("%s is left out: %s", name, error.message)
+            continue
+        if record is not None:
+            runs.append(Run(prefix, record))
+    return sorted(runs, key=lambda run: run.created_at, reverse=True)

@@ -1,0 +1,170 @@
+"""Starts replicas of a run: all of those asked for, or none."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_cloud.errors import DilocoError, LaunchError
+from diloco_cloud.executor import LaunchOptions, ReplicaHandle, ServerlessExecutor
+from diloco_cloud.run import keys
+from diloco_cloud.run.record import RunRecord, create_json, write_handle
+from diloco_cloud.run.spec import RunSpec
+from diloco_cloud.store.base import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+ENTRYPOINT = "diloco_cloud.replica_entrypoint"
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """What an executor is asked to do; ``--dry-run`` shows it.
+
+    Attributes:
+        entrypoint_args: the run's URI and its spec's hash, nothing else: some providers allow
+            256 characters per argument.
+    """
+
+    n_replicas: int
+    entrypoint: str
+    entrypoint_args: dict[str, Any]
+    gpu: str | None
+    timeout: int
+    options: LaunchOptions
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values, without the callback."""
+        values = dataclasses.asdict(self)
+        del values["options"]["on_launched"]
+        return values
+
+
+def build_request(
+    spec: RunSpec, run_uri: str, *, ranks: Sequence[int] | None = None, attempt: int = 0
+) -> LaunchRequest:
+    """What the executor is asked for, to start ``ranks`` (default: all) of a run."""
+    chosen = list(range(spec.replicas) if ranks is None else ranks)
+    return LaunchRequest(
+        n_replicas=len(chosen),
+        entrypoint=ENTRYPOINT,
+        entrypoint_args={"rendezvous_uri": run_uri, "spec_hash": spec.digest},
+        gpu=spec.gpu,
+        timeout=spec.timeout,
+        options=LaunchOptions(
+            name=spec.run_id,
+            ranks=chosen,
+            world_size=spec.replicas,
+            attempt=attempt,
+            env=dict(spec.env),
+            secrets=spec.secrets,
+        ),
+    )
+
+
+def start_replicas(
+    store: ObjectStore,
+    record: RunRecord,
+    executor: ServerlessExecutor,
+    ranks: Sequence[int],
+    *,
+    attempt: int,
+    clock: Callable[[], float] = time.time,
+) -> None:
+    """Start ``ranks``, recording each handle as it comes; all or none.
+
+    Args:
+        store: the run's own prefix.
+        record: what its ``run.json`` says.
+        executor: the one that the spec names.
+        ranks: at least one.
+        attempt: which life of these ranks it is.
+        clock: seconds since the epoch.
+
+    Raises:
+        LaunchError: the backend failed; what had been started was cancelled.
+    """
+    spec = record.spec
+    started: list[ReplicaHandle] = []
+
+    def record_handle(handle: ReplicaHandle) -> None:
+        started.append(handle)
+        write_handle(store, handle, attempt, at=clock())
+
+    request = build_request(spec, store.uri, ranks=ranks, attempt=attempt)
+    try:
+        with _import_path(record.directory):
+            handles = executor.launch_replicas(
+                request.n_replicas,
+                request.entrypoint,
+                request.entrypoint_args,
+                gpu=request.gpu,
+                timeout=request.timeout,
+                options=dataclasses.replace(request.options, on_launched=record_handle),
+            )
+        recorded = {handle.rank for handle in started}
+        for handle in handles:  # an executor may know its handles only at the end
+            if handle.rank not in recorded:
+                record_handle(handle)
+    except BaseException as error:  # Ctrl-C too must not leave billed replicas behind
+        _roll_back(store, executor, started, ranks, attempt, error, clock())
+        if isinstance(error, Exception) and not isinstance(error, DilocoError):
+            raise LaunchError(
+                f"backend {spec.backend!r} failed to start the replicas: {error}",
+                fix="What had been started was cancelled.",
+            ) from error
+        raise
+
+
+def _roll_back(
+    store: ObjectStore,
+    executor: ServerlessExecutor,
+    started: Sequence[ReplicaHandle],
+    ranks: Sequence[int],
+    attempt: int,
+    cause: BaseException,
+    now: float,
+) -> None:
+    """Cancel what was started and say in the prefix what happened; never raises."""
+    for handle in started:
+        try:
+            executor.cancel(handle)
+        except Exception:
+            logger.exception("could not cancel replica %d after a failed launch", handle.rank)
+    message = getattr(cause, "message", None) or str(cause) or type(cause).__name__
+    for rank in ranks:
+        values = {
+            "rank": rank,
+            "attempt": attempt,
+            "state": "failed",
+            "exit_code": None,
+            "reason": "no_capacity" if isinstance(cause, LaunchError) else None,
+            "error": f"the launch failed: {message}",
+            "traceback": None,
+            "result": None,
+            "digest": None,
+            "ended_at": now,
+        }
+        try:
+            create_json(store, keys.outcome(rank, attempt), values)
+        except Exception:
+            logger.exception("could not record the failed launch of replica %d", rank)
+
+
+@contextlib.contextmanager
+def _import_path(directory: str) -> Iterator[None]:
+    """Let local replicas, which inherit ``sys.path``, find a trainer in the launch directory."""
+    added = directory not in sys.path
+    if added:
+        sys.path.insert(0, directory)
+    try:
+        yield
+    finally:
+        if added:
+            sys.path.remove(directory)

@@ -1,0 +1,139 @@
+"""From a URI to a store."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Final
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from diloco_cloud.errors import ConfigError, MissingDependencyError
+from diloco_cloud.store.base import ObjectStore, check_key
+from diloco_cloud.store.directory import DirectoryStore
+from diloco_cloud.store.memory import MemoryStore
+from diloco_cloud.store.retry import RetryingStore, RetryPolicy
+
+_SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_BUCKETS: Final = frozenset({"s3", "gs", "az"})
+_ALIASES: Final = {"s3a": "s3", "gcs": "gs"}
+
+
+def open_store(uri: str | os.PathLike[str], *, retry: RetryPolicy | None = None) -> ObjectStore:
+    """Open the store at ``uri``. No request is sent, and nothing is created.
+
+    Args:
+        uri: a path or ``file://`` (a directory), ``memory://name``, ``s3://bucket/prefix``,
+            ``gs://``, ``az://container/prefix``, ``hf://buckets/namespace/name/prefix``, or any
+            scheme that fsspec knows. Credentials come from the environment, never from here.
+        retry: of remote stores; default :class:`RetryPolicy`. Directories and memory do not retry.
+
+    Raises:
+        ConfigError: not a URI of a store, or one that carries credentials.
+        MissingDependencyError: the package for this scheme is not installed.
+    """
+    text = os.fspath(uri)
+    if not text or "\0" in text:
+        raise ConfigError("the store's URI is empty or holds a null character")
+    if not _SCHEME.match(text):
+        return DirectoryStore(text)
+    parts = _split(text)
+    if parts.scheme == "file":
+        return _directory(parts)
+    prefix = _prefix(parts)
+    if parts.scheme == "memory":
+        memory = MemoryStore(_bucket(parts))
+        return memory.child(prefix) if prefix else memory
+    return RetryingStore(_remote(text, parts, prefix), retry)
+
+
+def _split(text: str) -> SplitResult:
+    """The parts of a URI, once it is known to carry no credentials."""
+    try:
+        parts = urlsplit(text)
+        carries = bool(parts.query or parts.fragment or parts.password)
+    except ValueError:
+        raise ConfigError(
+            "the store's URI is malformed", fix="Write scheme://bucket/prefix."
+        ) from None
+    scheme = _ALIASES.get(parts.scheme, parts.scheme)
+    if carries or (parts.username and scheme in _BUCKETS):
+        raise ConfigError(
+            f"the {scheme}:// URI of the store carries credentials or a query",
+            fix="Leave only scheme://bucket/prefix, and set credentials in the environment.",
+        )
+    return parts._replace(scheme=scheme)
+
+
+def _directory(parts: SplitResult) -> DirectoryStore:
+    if parts.netloc not in ("", "localhost") or not parts.path:
+        raise ConfigError(
+            f"{parts.geturl()} does not name a directory",
+            fix="Write file:///path, with three slashes.",
+        )
+    return DirectoryStore(unquote(parts.path))
+
+
+def _bucket(parts: SplitResult) -> str:
+    if not parts.netloc:
+        raise ConfigError(
+            f"{parts.geturl()} names no bucket", fix=f"Write {parts.scheme}://bucket/prefix."
+        )
+    return parts.netloc
+
+
+def _prefix(parts: SplitResult) -> str:
+    prefix = parts.path.strip("/")
+    try:
+        return check_key(prefix) if prefix else ""
+    except ValueError:
+        raise ConfigError(
+            f"{prefix!r} cannot be the prefix of a store",
+            fix='Leave out empty, "." and ".." segments.',
+        ) from None
+
+
+def _remote(text: str, parts: SplitResult, prefix: str) -> ObjectStore:
+    from diloco_cloud.store.cloud_clients import open_cloud_store
+
+    if parts.scheme in _BUCKETS:
+        return open_cloud_store(parts.scheme, _bucket(parts), prefix)
+    if parts.scheme == "hf":
+        return open_cloud_store("hf", *_hf_bucket(parts, prefix))
+    return _filesystem(text, parts.scheme)
+
+
+def _hf_bucket(parts: SplitResult, prefix: str) -> tuple[str, str]:
+    """("namespace/name", prefix) of ``hf://buckets/namespace/name/prefix``."""
+    namespace, _, rest = prefix.partition("/")
+    name, _, below = rest.partition("/")
+    if parts.netloc != "buckets" or not name:
+        raise ConfigError(
+            "a repository on the Hugging Face Hub cannot be a store: every object would be a git "
+            "commit, tens of thousands a day, and none can be created exactly once",
+            fix="Use a storage bucket: hf://buckets/NAMESPACE/NAME/PREFIX.",
+        )
+    return f"{namespace}/{name}", below
+
+
+def _filesystem(text: str, scheme: str) -> ObjectStore:
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{scheme}:// needs the package fsspec", fix="pip install 'diloco-cloud[fsspec]'"
+        ) from error
+    from diloco_cloud.store.filesystem import FilesystemStore
+
+    try:
+        fs, root = url_to_fs(text, skip_instance_cache=True)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{scheme}:// needs a package that is not installed",
+            fix=f"pip install 'diloco-cloud[fsspec]'; then: {error}",
+        ) from error
+    except ValueError:
+        raise ConfigError(
+            f"no store knows the scheme {scheme}://",
+            fix="Use a directory, s3://, gs://, az:// or hf://buckets/.",
+        ) from None
+    return FilesystemStore(fs, root)

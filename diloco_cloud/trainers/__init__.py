@@ -1,0 +1,1 @@
+"""Ready-made train functions, named by a run as ``package.module:function``."""

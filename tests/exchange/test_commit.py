@@ -1,0 +1,112 @@
+"""The decision of a round, from headers alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from diloco_cloud.errors import CorruptContributionError
+from diloco_cloud.exchange.commit import Commit, decide
+from diloco_cloud.exchange.contribution import Header
+
+
+def header(rank: int, **changes: object) -> Header:
+    plain = Header(
+        kind="contribution",
+        run="r",
+        round=0,
+        fragment=0,
+        rank=rank,
+        attempt=0,
+        layout="L",
+        nbytes=64 * 2**20,
+        base="B",
+        tokens=100,
+        inner_steps=10,
+    )
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def decision(*headers: Header, **settings: object) -> Commit:
+    named = {h.rank: (h, f"digest{h.rank}") for h in headers}
+    return decide(named, run="r", round_=4, fragment=0, **settings)  # type: ignore[arg-type]
+
+
+def test_everyone_is_in_by_rank_with_token_weights() -> None:
+    commit = decision(header(2), header(0, tokens=50), header(1))
+    assert commit.decision == "commit"
+    assert [c.rank for c in commit.contributors] == [0, 1, 2]
+    assert commit.weights == [0.5, 1.0, 1.0]
+    assert [c.header for c in commit.contributors] == ["digest0", "digest1", "digest2"]
+
+
+def test_equal_weights_are_exactly_one() -> None:
+    assert decision(header(0, tokens=7), header(1, tokens=7)).weights == [1.0, 1.0]
+
+
+def test_without_token_counts_from_all_nobody_is_weighted() -> None:
+    assert decision(header(0, tokens=0), header(1)).weights == [1.0, 1.0]
+
+
+def test_other_tensors_abort_and_name_the_odd_one() -> None:
+    commit = decision(header(0), header(1, layout="X"), header(2))
+    assert commit.decision == "abort"
+    assert "replica 1 trains tensors of other names" in commit.reason
+
+
+def test_nan_is_left_out_and_the_rest_commit() -> None:
+    commit = decision(header(0), header(1, finite=False))
+    assert [c.rank for c in commit.contributors] == [0]
+    assert [(e.rank, e.reason) for e in commit.excluded] == [(1, "has NaN or infinite values")]
+
+
+def test_another_base_is_left_out_by_majority() -> None:
+    commit = decision(header(0, base="drifted"), header(1), header(2))
+    assert [c.rank for c in commit.contributors] == [1, 2]
+    assert commit.base == "B"
+    assert "other global parameters" in commit.excluded[0].reason
+
+
+def test_nothing_usable_is_discarded_with_the_reasons() -> None:
+    commit = decision(header(0, finite=False), header(1, finite=False))
+    assert commit.decision == "discard"
+    assert "replica 0: has NaN" in commit.reason
+    assert "replica 1: has NaN" in commit.reason
+
+
+def test_a_leave_is_remembered_and_not_averaged() -> None:
+    commit = decision(header(0), header(1, kind="leave", nbytes=0, layout=""), finished=(3,))
+    assert commit.finished == (1, 3)
+    assert [c.rank for c in commit.contributors] == [0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nbytes", "reduction", "plan"),
+    [
+        (2, 64 * 2**20, "auto", "all-gather"),
+        (3, 64 * 2**20, "auto", "sharded"),
+        (8, 2**20, "auto", "all-gather"),
+        (2, 64 * 2**20, "sharded", "sharded"),
+        (8, 64 * 2**20, "all-gather", "all-gather"),
+        (8, 100, "sharded", "all-gather"),
+    ],
+)
+def test_plan_follows_the_bytes_it_moves(
+    ranks: int, nbytes: int, reduction: str, plan: str
+) -> None:
+    commit = decision(*(header(r, nbytes=nbytes) for r in range(ranks)), reduction=reduction)
+    assert commit.plan == plan
+    assert commit.shards == (ranks if plan == "sharded" else 0)
+
+
+def test_commit_round_trips() -> None:
+    commit = decision(header(0), header(1, finite=False), finished=(5,))
+    assert Commit.decode(commit.encode()) == commit
+    assert Commit.decode(commit.encode()).digest == commit.digest
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"round": 1}', b'{"contributors": 3}'])
+def test_commit_refuses_what_is_not_one(data: bytes) -> None:
+    with pytest.raises(CorruptContributionError):
+        Commit.decode(data)

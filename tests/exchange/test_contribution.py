@@ -1,0 +1,120 @@
+"""The format of a round's objects: pinned, checked, and safe to read from anybody."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco_cloud.errors import CorruptContributionError
+from diloco_cloud.exchange.agreement import read_header
+from diloco_cloud.exchange.contribution import MAGIC, Header, checksums, decode, header_size
+from diloco_cloud.store import open_store
+from diloco_cloud.store.base import ObjectInfo
+
+PAYLOAD = bytes(range(256)) * 10
+HEADER = Header(
+    kind="contribution",
+    run="r",
+    round=3,
+    fragment=1,
+    rank=2,
+    attempt=0,
+    nbytes=len(PAYLOAD),
+    chunk_bytes=1000,
+    checksums=checksums([memoryview(PAYLOAD)], 1000),
+)
+
+
+def test_header_round_trips() -> None:
+    assert decode(HEADER.encode(), "k") == HEADER
+    assert len(HEADER.encode()) == HEADER.size == header_size(len(PAYLOAD), 1000)
+
+
+@pytest.mark.parametrize("cuts", [[2560], [1, 2559], [999, 1, 1000, 560], [0, 2560]])
+def test_checksums_do_not_depend_on_how_the_payload_is_cut(cuts: list[int]) -> None:
+    views, at = [], 0
+    for size in cuts:
+        views.append(memoryview(PAYLOAD)[at : at + size])
+        at += size
+    assert checksums(views, 1000) == HEADER.checksums
+
+
+def test_verify_finds_the_damaged_chunk() -> None:
+    HEADER.verify(0, memoryview(PAYLOAD), "k")
+    HEADER.verify(1, memoryview(PAYLOAD)[1000:2000], "k")
+    damaged = bytearray(PAYLOAD)
+    damaged[1500] ^= 1
+    with pytest.raises(CorruptContributionError, match="chunk 1 is damaged"):
+        HEADER.verify(0, memoryview(damaged), "k")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"nbytes": -1},
+        {"nbytes": 10**12},
+        {"nbytes": "9"},
+        {"rank": True},
+        {"chunk_bytes": 0},
+        {"kind": "pickle"},
+        {"checksums": ""},
+        {"extra": 1},
+    ],
+)
+def test_decode_refuses_fields_that_cannot_be(change: dict[str, object]) -> None:
+    text = json.dumps(asdict(HEADER) | change).encode()
+    data = (MAGIC + len(text).to_bytes(4, "little") + text).ljust(HEADER.size)
+    with pytest.raises(CorruptContributionError):
+        decode(data, "k")
+
+
+@given(st.binary(max_size=4096))
+def test_decode_of_any_bytes_is_a_header_or_one_error(data: bytes) -> None:
+    with pytest.raises(CorruptContributionError):
+        decode(data, "k")
+
+
+@given(st.integers(0, HEADER.size - 1), st.integers(0, 255))
+def test_decode_of_a_changed_byte_never_escapes(position: int, value: int) -> None:
+    data = bytearray(HEADER.encode())
+    data[position] = value
+    try:
+        header = decode(bytes(data), "k")
+    except CorruptContributionError:
+        return
+    assert header.size <= HEADER.size + 64
+
+
+@pytest.mark.parametrize("guess", [0, 10, len(PAYLOAD), 10**7])
+def test_read_header_finds_it_whatever_size_was_expected(guess: int) -> None:
+    store = open_store(f"memory://header-{guess}")
+    store.put("o", [HEADER.encode(), PAYLOAD])
+    header, name = read_header(store, store.head("o"), guess, 1000)
+    assert header == HEADER
+    assert name == read_header(store, store.head("o"), len(PAYLOAD), 1000)[1]
+
+
+def test_read_header_refuses_a_truncated_object() -> None:
+    store = open_store("memory://truncated")
+    store.put("o", [HEADER.encode(), PAYLOAD[:-1]])
+    with pytest.raises(CorruptContributionError, match="truncated"):
+        read_header(store, store.head("o"), len(PAYLOAD), 1000)
+    store.put("o", b"no")
+    with pytest.raises(CorruptContributionError):
+        read_header(store, store.head("o"), len(PAYLOAD), 1000)
+
+
+def test_read_header_does_not_allocate_what_a_forged_length_asks_for() -> None:
+    store = open_store("memory://forged")
+    store.put("o", MAGIC + (2**32 - 1).to_bytes(4, "little") + b"{}")
+    with pytest.raises(CorruptContributionError):
+        read_header(store, ObjectInfo("o", 14, 0.0), len(PAYLOAD), 1000)
+
+
+def test_header_with_long_names_still_fits() -> None:
+    long = replace(HEADER, run="r" * 40, base="f" * 64, layout="f" * 32, tokens=10**15)
+    assert decode(long.encode(), "k") == long

@@ -1,0 +1,7 @@
+"""Fixtures of the run tests."""
+
+from __future__ import annotations
+
+from run_fixtures import clock, make_run, scripted, store_uri, trainer
+
+__all__ = ["clock", "make_run", "scripted", "store_uri", "trainer"]

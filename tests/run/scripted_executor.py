@@ -1,0 +1,117 @@
+"""A backend whose replicas are files: tests write what becomes of each.
+
+It is a real plug-in: :func:`install` makes a distribution that declares it, so that the library
+and the command line find it as they find any other, in this process and in others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from diloco_cloud.executor import (
+    Entrypoint,
+    LaunchOptions,
+    ReplicaHandle,
+    ReplicaResult,
+    ReplicaStatus,
+)
+
+DIRECTORY_ENV = "SCRIPTED_DIRECTORY"
+_NO_OPTIONS = LaunchOptions()
+
+
+def install(site: Path) -> None:
+    """Make ``site`` a directory that declares the backend "scripted", once it is on the path."""
+    info = site / "scripted-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: scripted\nVersion: 1.0\n")
+    entry = "scripted = scripted_executor:ScriptedExecutor"
+    (info / "entry_points.txt").write_text(f"[diloco_cloud.executors]\n{entry}\n")
+
+
+class ScriptedExecutor:
+    """Replicas that do what files in ``$SCRIPTED_DIRECTORY`` say."""
+
+    backend_name = "scripted"
+    supports_inter_replica_network = False
+
+    def __init__(self) -> None:
+        self.directory = Path(os.environ[DIRECTORY_ENV])
+
+    @property
+    def fate(self) -> dict[str, Any]:
+        """What becomes of a replica as soon as it is launched."""
+        path = self.directory / "fate.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def decide(self, **values: Any) -> None:
+        """Decide the fate of replicas that are not launched yet."""
+        (self.directory / "fate.json").write_text(json.dumps(values))
+
+    def launch_replicas(
+        self,
+        n_replicas: int,
+        entrypoint: Entrypoint,
+        entrypoint_args: Mapping[str, Any],
+        *,
+        gpu: str | None = None,
+        timeout: int = 3600,
+        options: LaunchOptions = _NO_OPTIONS,
+    ) -> list[ReplicaHandle]:
+        request = {
+            "entrypoint": entrypoint,
+            "entrypoint_args": dict(entrypoint_args),
+            "gpu": gpu,
+            "timeout": timeout,
+            "attempt": options.attempt,
+            "world_size": options.world_size,
+            "secrets": list(options.secrets),
+        }
+        handles = []
+        for rank in options.ranks if options.ranks is not None else range(n_replicas):
+            if (self.directory / f"refuse.{rank}").exists():
+                raise RuntimeError("out of capacity")
+            handle = ReplicaHandle(rank, "scripted", {"file": f"{rank}.{options.attempt}.json"})
+            self.set(rank, options.attempt, **{"state": "running", **self.fate, "request": request})
+            handles.append(handle)
+            if options.on_launched is not None:
+                options.on_launched(handle)
+        return handles
+
+    def poll(self, handle: ReplicaHandle) -> ReplicaStatus:
+        values = self.get(handle)
+        return ReplicaStatus(
+            values["state"],
+            exit_code=values.get("exit_code"),
+            reason=values.get("reason"),
+            message=values.get("message", ""),
+        )
+
+    def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
+        return "\n".join(self.get(handle).get("output", "").splitlines()[-n_lines:])
+
+    def cancel(self, handle: ReplicaHandle) -> None:
+        values = self.get(handle)
+        if values["state"] in ("running", "pending"):
+            values |= {"state": "cancelled", "reason": "cancelled"}
+        values["cancel_calls"] = values.get("cancel_calls", 0) + 1
+        (self.directory / handle.metadata["file"]).write_text(json.dumps(values))
+
+    def collect(
+        self, handles: Sequence[ReplicaHandle], *, timeout: float | None = None
+    ) -> list[ReplicaResult]:
+        return [ReplicaResult(rank=h.rank, status=self.poll(h)) for h in handles]
+
+    def get(self, handle: ReplicaHandle) -> dict[str, Any]:
+        values: dict[str, Any] = json.loads((self.directory / handle.metadata["file"]).read_text())
+        return values
+
+    def set(self, rank: int, attempt: int = 0, **values: Any) -> None:
+        """Decide what becomes of a replica."""
+        path = self.directory / f"{rank}.{attempt}.json"
+        before = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**before, **values}))

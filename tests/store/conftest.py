@@ -1,0 +1,42 @@
+"""Every driver, each on something real."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import S3Server
+
+from diloco_cloud.store import ObjectStore, open_store
+from diloco_cloud.store.filesystem import FilesystemStore
+
+DRIVERS = ("directory", "memory", "s3", "s3fs")
+
+
+@pytest.fixture(scope="session")
+def s3fs_filesystem(s3_server: S3Server) -> Any:
+    """fsspec's own S3 client, which takes a second to make."""
+    from s3fs import S3FileSystem
+
+    return S3FileSystem(
+        key=s3_server.access_key,
+        secret=s3_server.secret_key,
+        client_kwargs={"endpoint_url": s3_server.endpoint, "region_name": "us-east-1"},
+        skip_instance_cache=True,
+    )
+
+
+@pytest.fixture(params=DRIVERS)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    """An empty store of each kind."""
+    if request.param == "directory":
+        return open_store(tmp_path / "store")
+    if request.param == "memory":
+        return open_store(f"memory://{uuid.uuid4().hex}")
+    server: S3Server = request.getfixturevalue("s3_env")
+    if request.param == "s3fs":
+        fs = request.getfixturevalue("s3fs_filesystem")
+        return FilesystemStore(fs, f"{server.bucket}/{uuid.uuid4().hex}")
+    return open_store(f"s3://{server.bucket}/{uuid.uuid4().hex}")
