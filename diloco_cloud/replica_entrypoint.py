@@ -11,36 +11,26 @@ and nothing but the exchange touches the store.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
-import inspect
 import json
 import logging
 import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from diloco_cloud.errors import ConfigError, DilocoError, NotFoundError, TrainerImportError
+from diloco_cloud.errors import ConfigError, DilocoError, NotFoundError
 from diloco_cloud.replica.identity import RENDEZVOUS_ENV, Identity
+from diloco_cloud.replica.trainer import accepted, load_trainer, run_trainer
 from diloco_cloud.run import keys
 from diloco_cloud.run.spec import TRAINER_SETTINGS, RunSpec
 
 if TYPE_CHECKING:
     from diloco_cloud.outer.manager import MockManager
+    from diloco_cloud.replica.reporter import Reporter
     from diloco_cloud.store.base import ObjectStore
 
 logger = logging.getLogger(__name__)
-
-
-class Terminated(SystemExit):
-    """SIGTERM arrived: the provider, or a user, wants this replica to end."""
-
-    def __init__(self) -> None:
-        super().__init__(128 + signal.SIGTERM)
 
 
 def main(
@@ -81,78 +71,30 @@ def main(
     identity = Identity.from_environ(world_size)
     train = load_trainer(trainer_module, trainer_fn)
     manager = _manager(rendezvous_uri, identity, world_size)
-    return _train(train, manager, identity.rank, world_size, dict(trainer_kwargs or {}))
-
-
-def load_trainer(module: str, function: str) -> Callable[..., Any]:
-    """Import a train function.
-
-    Raises:
-        TrainerImportError: there is no such module or function, or importing it failed.
-    """
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise TrainerImportError(
-            f"the trainer {module}:{function} cannot be imported: {error}",
-            fix="It must be importable where the replicas run.",
-        ) from error
-    if not callable(found):
-        raise TrainerImportError(f"{module}:{function} is not a function")
-    return found  # type: ignore[no-any-return]
-
-
-def _train(
-    train: Callable[..., Any],
-    manager: MockManager,
-    rank: int,
-    world_size: int,
-    kwargs: dict[str, Any],
-) -> Any:
-    """Call the train function; leave the run if it returns, and stop the manager either way."""
-    finished = False
-    try:
-        result = train(manager=manager, rank=rank, world_size=world_size, **kwargs)
-        finished = True
-    finally:
-        manager.shutdown(finished=finished)
-    return result
+    return run_trainer(train, manager, identity.rank, world_size, trainer_kwargs or {})
 
 
 def _run_launched(uri: str, spec_hash: str) -> Any:
-    from diloco_cloud.replica.logs import ReplicaLogging
-    from diloco_cloud.replica.reporter import Reporter
+    from diloco_cloud.replica.launched import run_reported
     from diloco_cloud.store import open_store
 
     store = open_store(uri)
     spec = read_spec(store, spec_hash)
     identity = Identity.from_environ(spec.replicas)
-    with ReplicaLogging(store, identity.rank, identity.attempt) as logs:
-        reporter = Reporter(store, identity, logs.shipper)
-        reporter.start()
-        try:
-            with _sigterm_raises():
-                manager, result = _train_spec(uri, store, spec, identity, reporter)
-        except BaseException as error:
-            _report_failure(reporter, store, identity, error)
-            raise
-        logger.info("finished")
-        reporter.end("succeeded", result=result, digest=manager.global_digest())
-        return result
 
+    def train(reporter: Reporter) -> tuple[Any, str | None]:
+        logger.info("replica %d of %d, attempt %d", identity.rank, spec.replicas, identity.attempt)
+        module, _, function = spec.trainer.rpartition(":")
+        trainer = load_trainer(module, function)
+        manager = _manager(uri, identity, spec.replicas, spec=spec, store=store)
+        manager.on_round = reporter.on_round
+        reporter.follow(manager.progress)
+        settings = {name: getattr(spec, name) for name in TRAINER_SETTINGS}
+        kwargs = {**accepted(trainer, settings), **spec.trainer_args}
+        result = run_trainer(trainer, manager, identity.rank, spec.replicas, kwargs)
+        return result, manager.global_digest()
 
-def _train_spec(
-    uri: str, store: ObjectStore, spec: RunSpec, identity: Identity, reporter: Any
-) -> tuple[MockManager, Any]:
-    module, _, function = spec.trainer.partition(":")
-    train = load_trainer(module, function)
-    manager = _manager(uri, identity, spec.replicas, spec=spec, store=store)
-    manager.on_round = reporter.on_round
-    reporter.follow(manager.progress)
-    settings = {name: getattr(spec, name) for name in TRAINER_SETTINGS}
-    kwargs = {**accepted(train, settings), **spec.trainer_args}
-    logger.info("replica %d of %d, attempt %d", identity.rank, spec.replicas, identity.attempt)
-    return manager, _train(train, manager, identity.rank, spec.replicas, kwargs)
+    return run_reported(store, identity, train)
 
 
 def read_spec(store: ObjectStore, spec_hash: str) -> RunSpec:
@@ -171,15 +113,6 @@ def read_spec(store: ObjectStore, spec_hash: str) -> RunSpec:
             fix="Launch the run again under a new name.",
         )
     return spec
-
-
-def accepted(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``settings`` that ``function`` takes by name, or all if it takes ``**kwargs``."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return dict(settings)
-    names = {p.name for p in parameters}
-    return {name: value for name, value in settings.items() if name in names}
 
 
 def _manager(
@@ -206,52 +139,14 @@ def _manager(
         reduction=spec.reduction,
         store=store,
     )
+    door.exchange.begun = partial(_begun, door.prefix)
     return MockManager(door, snapshot_every=spec.snapshot_every)
 
 
-def _report_failure(
-    reporter: Any, store: ObjectStore, identity: Identity, error: BaseException
-) -> None:
-    if isinstance(error, Terminated):
-        state, reason = (
-            ("cancelled", "cancelled")
-            if _cancelled(store, identity)
-            else (
-                "failed",
-                "preempted",
-            )
-        )
-        logger.warning("terminated: %s", reason)
-        reporter.end(state, exit_code=128 + signal.SIGTERM, reason=reason)
-        return
-    logger.error("failed", exc_info=error)
-    reporter.end("failed", error=error, exit_code=1, reason="exit_code")
-
-
-def _cancelled(store: ObjectStore, identity: Identity) -> bool:
-    try:
-        store.head(keys.cancel(identity.rank, identity.attempt))
-    except DilocoError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Turn the first SIGTERM into :class:`Terminated`, so that the end can be reported."""
-
-    def on_sigterm(_signal: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise Terminated
-
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Signals reach the main thread only, and only it may say what they do.
-        return
-    previous = signal.signal(signal.SIGTERM, on_sigterm)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+def _begun(store: ObjectStore, ranks: list[int]) -> bool:
+    """Whether all of these ranks have sent a heartbeat: they are late, then, not queueing."""
+    seen = {info.key for info in store.list(keys.ALIVE)}
+    return all(keys.alive(rank) in seen for rank in ranks)
 
 
 def _parser() -> argparse.ArgumentParser:

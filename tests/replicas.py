@@ -141,17 +141,22 @@ def train(
 
 
 def train_with_torchft(job: Job, lighthouse: str, rank: int) -> dict[str, Any]:
-    """One replica through torchft's own Manager and gloo, with torchft's DiLoCo as it comes."""
+    """One replica through torchft's own Manager and gloo, with torchft's DiLoCo as it comes.
+
+    Only the outer optimizer is ours, whose bits do not depend on the machine.
+    """
     import datetime
 
     from torch.distributed import TCPStore
     from torchft import Manager, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo
 
+    from diloco_cloud.outer import OuterSGD
+
     torch.set_num_threads(1)
     model, _ = build(job)
     opt = inner_optimizer(model)
-    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    outer = OuterSGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     limit = datetime.timedelta(seconds=60)
     manager = Manager(
@@ -223,7 +228,8 @@ def by_hand(job: Job) -> dict[str, Any]:
             old = momentum[f][i]
             buf = mean.clone() if old is None else old.mul_(0.9).add_(mean)
             momentum[f][i] = buf
-            start.add_(mean.add(buf, alpha=0.9), alpha=-0.7)
+            # Each product and sum rounded on its own, as on every machine.
+            start.sub_((mean + buf * 0.9) * 0.7)
             for cut in cuts:
                 cut[f][i].data = torch.lerp(start, cut[f][i].data, job.alpha)
         sent.clear()

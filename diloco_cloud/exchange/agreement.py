@@ -7,8 +7,10 @@ rest read what it wrote.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from diloco_cloud.errors import (
@@ -22,6 +24,11 @@ from diloco_cloud.exchange import keys
 from diloco_cloud.exchange.commit import Commit, decide
 from diloco_cloud.exchange.contribution import Header, decode, digest, encoded_size, header_size
 from diloco_cloud.store.base import ObjectInfo, ObjectStore
+
+#: Requests under way at once, per replica.
+PARALLEL_READS = 8
+#: What a header may make a reader allocate, whatever it says of itself.
+_LONGEST_HEADER = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,16 @@ class Watch:
             raise ExchangeError("the wait for other replicas was given up")
 
 
+@dataclass(frozen=True)
+class _Arrival:
+    """What a rank's newest life has put into a round."""
+
+    rank: int
+    attempt: int
+    info: ObjectInfo
+    leaving: bool
+
+
 @dataclass
 class Agreement:
     """One replica's view of one round's decision.
@@ -74,6 +91,8 @@ class Agreement:
         expected: ranks whose contribution, or leave, the decision waits for.
         finished: ranks that left in an earlier round.
         own: this replica's header, and its digest; spares reading it back.
+        timeout_s: how long to wait for ranks that have begun; the watch bounds all waiting.
+        begun: whether all of these ranks are known to have begun.
         waiting_for: called with the ranks that are missing, whenever that changes.
     """
 
@@ -84,8 +103,10 @@ class Agreement:
     expected: Sequence[int]
     finished: Sequence[int]
     own: tuple[Header, str]
+    timeout_s: float = math.inf
     reduction: str = "auto"
     weighting: str = "tokens"
+    begun: Callable[[list[int]], bool] = lambda _ranks: False
     waiting_for: Callable[[list[int]], None] = lambda _missing: None
     #: By digest, the peers' headers this replica has read.
     headers: dict[str, Header] = field(default_factory=dict)
@@ -108,7 +129,8 @@ class Agreement:
             if absent != missing:
                 missing = absent
                 self.waiting_for(absent)
-            if watch.expired:
+            # Who has begun is waited for as in any round; who has not may be queueing somewhere.
+            if watch.expired or (watch.waited_s >= self.timeout_s and self.begun(absent)):
                 raise self._timeout(absent, watch)
             watch.pause()
 
@@ -120,30 +142,36 @@ class Agreement:
             )
         return commit
 
-    def _arrived(self, listed: Sequence[ObjectInfo]) -> dict[int, ObjectInfo]:
-        """By rank, the newest attempt's contribution (keys come in order of attempt)."""
-        found: dict[int, ObjectInfo] = {}
+    def _arrived(self, listed: Sequence[ObjectInfo]) -> dict[int, _Arrival]:
+        """By rank, what its newest life has put here (keys come in order of attempt)."""
+        directory = keys.directory(self.round, self.fragment)
+        found: dict[int, _Arrival] = {}
         for info in listed:
-            place = keys.parse_put(info.key)
-            if place is not None and place[0] in self.expected:
-                found[place[0]] = info
+            part = keys.parse_part(info.key, directory)
+            if part is None or part[1] not in self.expected:
+                continue
+            kind, rank, attempt = part
+            if rank not in found or found[rank].attempt <= attempt:
+                found[rank] = _Arrival(rank, attempt, info, leaving=kind == "leave")
         return found
 
-    def _create(self, arrived: dict[int, ObjectInfo]) -> Commit:
+    def _create(self, arrived: Mapping[int, _Arrival]) -> Commit:
         headers: dict[int, tuple[Header, str]] = {}
         corrupt: dict[int, tuple[int, str]] = {}
-        for rank, info in arrived.items():
-            _, attempt = keys.parse_put(info.key) or (rank, 0)
-            try:
-                headers[rank] = self._header(info, rank, attempt)
-            except CorruptContributionError as error:
-                corrupt[rank] = (attempt, error.message)
+        here = [arrival for arrival in arrived.values() if not arrival.leaving]
+        with ThreadPoolExecutor(PARALLEL_READS, "diloco-headers") as pool:
+            for arrival, header in zip(here, pool.map(self._header, here), strict=True):
+                if isinstance(header, CorruptContributionError):
+                    corrupt[arrival.rank] = (arrival.attempt, header.message)
+                else:
+                    headers[arrival.rank] = header
         commit = decide(
             headers,
             run=self.run,
             round_=self.round,
             fragment=self.fragment,
             finished=self.finished,
+            leaving=[rank for rank, arrival in arrived.items() if arrival.leaving],
             corrupt=corrupt,
             reduction=self.reduction,
             weighting=self.weighting,
@@ -154,20 +182,29 @@ class Agreement:
             return self._read()
         return commit
 
-    def _header(self, info: ObjectInfo, rank: int, attempt: int) -> tuple[Header, str]:
-        if (rank, attempt) == (self.own[0].rank, self.own[0].attempt):
+    def _header(self, arrival: _Arrival) -> tuple[Header, str] | CorruptContributionError:
+        """An arrival's header and digest, or why it cannot be used."""
+        if (arrival.rank, arrival.attempt) == (self.own[0].rank, self.own[0].attempt):
             return self.own
-        header, name = read_header(self.store, info, self.own[0].nbytes, self.own[0].chunk_bytes)
+        key = arrival.info.key
+        try:
+            header, name = read_header(
+                self.store, arrival.info, self.own[0].nbytes, self.own[0].chunk_bytes
+            )
+        except CorruptContributionError as error:
+            return error
+        except NotFoundError:
+            return CorruptContributionError(f"{key}: gone while it was read")
         place = (header.run, header.round, header.fragment, header.rank, header.attempt)
-        if place != (self.run, self.round, self.fragment, rank, attempt):
-            raise CorruptContributionError(f"{info.key}: written for another run, round or rank")
+        if place != (self.run, self.round, self.fragment, arrival.rank, arrival.attempt):
+            return CorruptContributionError(f"{key}: written for another run, round or rank")
         self.headers[name] = header
         return header, name
 
     def _timeout(self, absent: list[int], watch: Watch) -> RoundTimeoutError:
         ranks = ", ".join(map(str, absent))
         return RoundTimeoutError(
-            f"round {self.round}: replica {ranks} did not contribute within {watch.timeout_s:g} s",
+            f"round {self.round}: replica {ranks} did not contribute within {watch.waited_s:.0f} s",
             fix="See why with `diloco-cloud status`; `resume` restarts what has stopped.",
         )
 
@@ -181,15 +218,13 @@ def read_header(
 
     Raises:
         CorruptContributionError: not a contribution, or not as long as it says.
+        NotFoundError: gone since ``info`` was listed.
     """
 
     def read(size: int) -> bytes:
-        if size > info.size:
+        if size > min(info.size, _LONGEST_HEADER):
             raise CorruptContributionError(f"{info.key}: {info.size} bytes are no contribution")
-        try:
-            return bytes(store.get_range(info.key, 0, size))
-        except NotFoundError:
-            raise CorruptContributionError(f"{info.key}: gone while it was read") from None
+        return bytes(store.get_range(info.key, 0, size))
 
     data = read(min(info.size, header_size(nbytes, chunk_bytes)))
     if encoded_size(data) > len(data):

@@ -6,18 +6,23 @@ store.allreduce(tensor)         # every replica ends with the same mean, to the 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import overload
 
 import torch
 
+from diloco_cloud.errors import ConfigError, DilocoError, ExchangeError
 from diloco_cloud.exchange import keys
 from diloco_cloud.exchange.agreement import Clock
+from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.rounds import RoundExchange
 from diloco_cloud.store import open_store
 from diloco_cloud.store.base import ObjectStore
-from diloco_cloud.store.metered import MeteredStore
+from diloco_cloud.store.metered import MeteredStore, Usage
+
+logger = logging.getLogger(__name__)
 
 
 class ObjectStoreAllReduce:
@@ -25,7 +30,7 @@ class ObjectStoreAllReduce:
 
     Args:
         uri: the run's prefix: ``s3://``, ``gs://``, ``az://``, ``file://``, any fsspec URI, or a
-            path. A prefix serves one run; a second run in it is refused at its first round.
+            path. A prefix serves one run; another run's rounds in it are refused.
         rank: 0-based, below ``world_size``.
         world_size: replicas whose contributions make a round.
         round_id: number of the first round; 0 by default.
@@ -38,8 +43,12 @@ class ObjectStoreAllReduce:
         store: an open store to use instead of opening ``uri``.
         clock: what waiting is measured with.
 
+    Attributes:
+        prefix: the run's prefix.
+        exchange: runs the rounds.
+
     Raises:
-        ValueError: ``rank`` is outside ``[0, world_size)``.
+        ConfigError: ``rank`` is outside ``[0, world_size)`` (a ValueError).
         MissingDependencyError: the package for the URI's scheme is absent (a RuntimeError).
     """
 
@@ -59,17 +68,17 @@ class ObjectStoreAllReduce:
         clock: Clock | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
-            raise ValueError(
-                f"rank {rank} is outside [0, {world_size}): every replica needs a rank of its own"
+            raise ConfigError(
+                f"rank {rank} is outside [0, {world_size})",
+                fix="Every replica needs a rank of its own.",
             )
         self.uri = os.fspath(uri).rstrip("/") + "/"
         self.rank = rank
         self.world_size = world_size
-        #: The run's prefix; ``store`` is the same, metered, and used by rounds alone.
         self.prefix = open_store(uri) if store is None else store
-        self.store = MeteredStore(self.prefix)
+        self._metered = MeteredStore(self.prefix)
         self.exchange = RoundExchange(
-            store=self.store,
+            store=self._metered,
             run=self.uri.rstrip("/").rpartition("/")[2],
             rank=rank,
             world_size=world_size,
@@ -80,12 +89,18 @@ class ObjectStoreAllReduce:
             reduction=reduction,
             clock=Clock() if clock is None else clock,
         )
-        self._round_counter = 0 if round_id is None else round_id
+        self._continued = round_id is not None
+        self._first = self._round_counter = round_id or 0
 
     @property
     def round_id(self) -> int:
         """Number of the next round."""
         return self._round_counter
+
+    @property
+    def usage(self) -> Usage:
+        """Requests and bytes of the rounds so far."""
+        return self._metered.usage
 
     @overload
     def allreduce(self, tensor: torch.Tensor, *, name: str | None = None) -> torch.Tensor: ...
@@ -114,28 +129,63 @@ class ObjectStoreAllReduce:
         Raises:
             TimeoutError: a peer did not contribute in time.
             LayoutMismatchError: replicas contributed other names, shapes or dtypes.
-            ValueError: some contribution has NaN or infinite values in every replica.
+            ExchangeError: the prefix holds another run's rounds, or no replica had finite values.
+            ValueError: a tensor shares memory with itself (expanded), so it cannot be written to.
         """
         single = isinstance(tensor, torch.Tensor)
         tensors = [tensor] if isinstance(tensor, torch.Tensor) else list(tensor)
         names = [name] if isinstance(name, str) else name
-        if self.world_size > 1:
+        if self.world_size == 1:
+            self._round_counter += 1
+        else:
             self._reduce([t.detach() for t in tensors], names)
-        self._round_counter += 1
         return tensors[0] if single else tensors
 
     def _reduce(self, tensors: list[torch.Tensor], names: Sequence[str] | None) -> None:
+        for tensor in tensors:
+            if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+                raise ValueError("an expanded tensor cannot be replaced by its mean; clone() it")
         round_ = self._round_counter
+        first = round_ == self._first
+        if first:
+            self._refuse_other_rounds(round_)
         result = self.exchange.exchange(round_, 0, tensors, names=names)
+        if first:
+            self._refuse_decision_without_us(result.commit)
+        self._round_counter += 1
         if result.tensors is None:
-            raise ValueError(f"round {round_}: nothing to average: {result.commit.reason}")
+            raise ExchangeError(f"round {round_}: nothing to average: {result.reason}")
         for tensor, reduced in zip(tensors, result.tensors, strict=True):
             tensor.copy_(reduced)
-        # Everyone who contributed to this round has read the last one.
-        if round_ > 0 and self.rank == result.commit.contributors[0].rank:
-            discard_round(self.store, round_ - 1, 0)
+        if not first and self.rank == result.commit.contributors[0].rank:
+            self._discard(round_ - 1)
 
+    def _refuse_other_rounds(self, round_: int) -> None:
+        """A prefix in which another run has met would answer with that run's means."""
+        listed = self.prefix.list(keys.ROUNDS)
+        numbers = {keys.round_of(info.key.removeprefix(keys.ROUNDS)) for info in listed}
+        others = [n for n in numbers if n is not None and n != round_]
+        if self._continued:
+            others = [n for n in others if n > round_]
+        if others:
+            raise ExchangeError(
+                f"{self.uri} already holds rounds of another run",
+                fix="Use a fresh prefix, or continue that run with its round_id.",
+            )
 
-def discard_round(store: ObjectStore, round_: int, fragment: int) -> None:
-    """Delete all objects of a round that nobody can need any more."""
-    store.delete_many([info.key for info in store.list(keys.directory(round_, fragment))])
+    def _refuse_decision_without_us(self, commit: Commit) -> None:
+        lives = [(one.rank, one.attempt) for one in commit.contributors]
+        lives += [(one.rank, one.attempt) for one in commit.excluded]
+        if (self.rank, self.exchange.attempt) not in lives:
+            raise ExchangeError(
+                f"round {commit.round} was already decided in {self.uri}, without this replica",
+                fix="Use a fresh prefix, or continue that run with its round_id.",
+            )
+
+    def _discard(self, round_: int) -> None:
+        """Delete a round: everyone who contributed to the next one has read it."""
+        try:
+            listed = self.prefix.list(keys.directory(round_, 0))
+            self.prefix.delete_many([info.key for info in listed])
+        except DilocoError as error:
+            logger.warning("round %d could not be deleted: %s", round_, error)

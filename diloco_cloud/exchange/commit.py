@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
-from diloco_cloud.errors import CorruptContributionError
-from diloco_cloud.exchange.contribution import CHUNK_BYTES, Header, digest
+from diloco_cloud.exchange import wire
+from diloco_cloud.exchange.contribution import CHUNK_BYTES, Header, chunk_size, digest
 
 #: commit: apply the mean. discard: everyone returns to the last global parameters and goes on.
 #: abort: the replicas cannot work together; everyone stops with ``reason``.
@@ -21,7 +21,7 @@ Decision: TypeAlias = Literal["commit", "discard", "abort"]
 Plan: TypeAlias = Literal["all-gather", "sharded"]
 
 #: Reason for leaving out a replica whose global parameters are not the others'.
-DRIFTED = "taken against other global parameters than the rest"
+DRIFTED: Final = "taken against other global parameters than the rest"
 #: Below this payload a second trip through the store costs more than reading everything.
 SHARDED_FROM_BYTES = 8 * 2**20
 
@@ -59,9 +59,10 @@ class Commit:
     Attributes:
         contributors: in the order in which contributions are added, which is by rank.
         finished: ranks that have left the run; later rounds do not wait for them.
+        positions: (rank, inner steps of its data behind it) of everyone who was there, for the
+            next life of a rank to begin its data at.
         base: digest of the global parameters before the round.
         shards: number of shards of the "sharded" plan, else 0; shard k is contributor k's to do.
-        snapshot_writer: rank that writes the outer state, when this round is due one.
     """
 
     run: str
@@ -72,19 +73,23 @@ class Commit:
     contributors: tuple[Contributor, ...] = ()
     excluded: tuple[Exclusion, ...] = ()
     finished: tuple[int, ...] = ()
+    positions: tuple[tuple[int, int], ...] = ()
     layout: str = ""
     nbytes: int = 0
     chunk_bytes: int = CHUNK_BYTES
     base: str = ""
     plan: Plan = "all-gather"
     shards: int = 0
-    snapshot_writer: int = 0
 
     @property
     def weights(self) -> list[float]:
         """Relative weights scaled so that the largest is exactly 1 (equal weights stay exact)."""
         largest = max(c.weight for c in self.contributors)
         return [c.weight / largest for c in self.contributors]
+
+    def reason_for(self, rank: int) -> str | None:
+        """Why a rank's work was left out; None if it was not."""
+        return next((one.reason for one in self.excluded if one.rank == rank), None)
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
@@ -96,23 +101,59 @@ class Commit:
         Raises:
             CorruptContributionError: not a commit this version understands.
         """
-        try:
-            values: dict[str, Any] = json.loads(data)
-            return cls(
-                **{
-                    **values,
-                    "contributors": tuple(Contributor(**c) for c in values["contributors"]),
-                    "excluded": tuple(Exclusion(**e) for e in values["excluded"]),
-                    "finished": tuple(values["finished"]),
-                }
-            )
-        except (ValueError, TypeError, KeyError) as error:
-            raise CorruptContributionError(f"unreadable commit ({error})") from None
+        return wire.parse(data, "the commit", _commit)
 
     @property
     def digest(self) -> str:
         """Names the commit in the sums made from it."""
         return digest(self.encode())
+
+
+_EXCLUSION: Final[dict[str, Callable[[Any], Any]]] = {
+    "rank": wire.count,
+    "attempt": wire.count,
+    "reason": wire.text,
+}
+_CONTRIBUTOR: Final[dict[str, Callable[[Any], Any]]] = {
+    "rank": wire.count,
+    "attempt": wire.count,
+    "header": wire.text,
+    "tokens": wire.count,
+    "inner_steps": wire.count,
+    "weight": wire.positive,
+}
+_COMMIT: Final[dict[str, Callable[[Any], Any]]] = {
+    "run": wire.text,
+    "round": wire.count,
+    "fragment": wire.count,
+    "decision": wire.one_of("commit", "discard", "abort"),
+    "reason": wire.text,
+    "contributors": wire.many(lambda values: Contributor(**wire.fields(values, _CONTRIBUTOR))),
+    "excluded": wire.many(lambda values: Exclusion(**wire.fields(values, _EXCLUSION))),
+    "finished": wire.many(wire.count),
+    "positions": wire.many(wire.many(wire.count)),
+    "layout": wire.text,
+    "nbytes": wire.count,
+    "chunk_bytes": chunk_size,
+    "base": wire.text,
+    "plan": wire.one_of("all-gather", "sharded"),
+    "shards": wire.count,
+}
+
+
+def _commit(values: Any) -> Commit:
+    """A commit whose parts agree with one another."""
+    commit = Commit(**wire.fields(values, _COMMIT))
+    if any(len(pair) != 2 for pair in commit.positions):
+        raise ValueError("positions are not pairs")
+    if commit.decision == "commit":
+        if not commit.contributors:
+            raise ValueError("nothing to reduce")
+        chunks = -(-commit.nbytes // commit.chunk_bytes)
+        most = min(len(commit.contributors), chunks)
+        if commit.plan == "sharded" and not 1 < commit.shards <= most:
+            raise ValueError("impossible shards")
+    return commit
 
 
 def decide(
@@ -122,6 +163,7 @@ def decide(
     round_: int,
     fragment: int,
     finished: Sequence[int] = (),
+    leaving: Sequence[int] = (),
     corrupt: Mapping[int, tuple[int, str]] | None = None,
     reduction: str = "auto",
     weighting: str = "tokens",
@@ -134,21 +176,20 @@ def decide(
         round_: counts decisions, from 0.
         fragment: index of the model fragment.
         finished: ranks that left in an earlier round.
+        leaving: ranks that left in this one.
         corrupt: by rank, attempt and reason of a contribution whose header cannot be used.
         reduction: "all-gather", "sharded" or "auto".
         weighting: "tokens" weighs by tokens processed, "equal" does not; without token counts
             from everyone, all weigh the same.
     """
-    leaving = {rank for rank, (header, _) in headers.items() if header.kind == "leave"}
-    present = {
-        rank: pair for rank, pair in sorted(headers.items()) if pair[0].kind == "contribution"
-    }
+    present = dict(sorted(headers.items()))
     commit = Commit(
         run=run,
         round=round_,
         fragment=fragment,
         decision="commit",
         finished=tuple(sorted({*finished, *leaving})),
+        positions=tuple((rank, header.position) for rank, (header, _) in present.items()),
         excluded=tuple(
             Exclusion(rank=rank, attempt=attempt, reason=reason)
             for rank, (attempt, reason) in sorted((corrupt or {}).items())
@@ -157,7 +198,7 @@ def decide(
     layouts = {rank: header.layout for rank, (header, _) in present.items()}
     if len(set(layouts.values())) > 1:
         return replace(commit, decision="abort", reason=_mismatch(layouts))
-    base = _majority([header.base for header, _ in present.values()])
+    base = _agreed([header.base for header, _ in present.values()])
     chunk_bytes = next((header.chunk_bytes for header, _ in present.values()), CHUNK_BYTES)
     included: list[Contributor] = []
     for rank, (header, name) in present.items():
@@ -188,16 +229,17 @@ def decide(
         layout=first.layout,
         nbytes=first.nbytes,
         chunk_bytes=chunk_bytes,
-        base=base,
-        snapshot_writer=included[round_ % len(included)].rank,
+        base=first.base,
         **_plan(reduction, len(included), first),
     )
 
 
-def _unfit(header: Header, base: str, chunk_bytes: int) -> str:
+def _unfit(header: Header, base: str | None, chunk_bytes: int) -> str:
     """Why a contribution cannot be averaged, or ""."""
-    if (header.codec, header.chunk_bytes) != ("raw", chunk_bytes):
-        return "encoded in another way than the rest"
+    if header.kind != "contribution" or header.codec != "raw":
+        return f"a {header.kind} encoded as {header.codec!r}, which this version cannot average"
+    if header.chunk_bytes != chunk_bytes:
+        return f"in chunks of {header.chunk_bytes} bytes, not {chunk_bytes} as the rest"
     if header.base != base:
         return DRIFTED
     if not header.finite:
@@ -205,13 +247,16 @@ def _unfit(header: Header, base: str, chunk_bytes: int) -> str:
     return ""
 
 
-def _majority(values: Sequence[str]) -> str:
-    """The most frequent value; of equally frequent ones, the first (lowest rank)."""
-    return Counter(values).most_common(1)[0][0] if values else ""
+def _agreed(bases: Sequence[str]) -> str | None:
+    """The base that more replicas have than any other; None if that settles nothing."""
+    ranking = Counter(bases).most_common(2)
+    if not ranking or (len(ranking) == 2 and ranking[0][1] == ranking[1][1]):
+        return None
+    return ranking[0][0]
 
 
 def _mismatch(layouts: Mapping[int, str]) -> str:
-    usual = _majority(list(layouts.values()))
+    usual, _ = Counter(layouts.values()).most_common(1)[0]
     odd = [str(rank) for rank, layout in layouts.items() if layout != usual]
     return f"replica {', '.join(odd)} trains tensors of other names, shapes or dtypes than the rest"
 

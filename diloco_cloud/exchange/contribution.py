@@ -13,21 +13,21 @@ header by its BLAKE3 digest; so a commit pins every byte. There is no pickle any
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import xxhash
 from blake3 import blake3
 
 from diloco_cloud.errors import CorruptContributionError
+from diloco_cloud.exchange import wire
 
 MAGIC = b"DILOCO\x01\n"
 CHUNK_BYTES = 4 * 2**20
 _JSON_ROOM = 2048
 
-Kind: TypeAlias = Literal["contribution", "sum", "leave"]
+Kind: TypeAlias = Literal["contribution", "sum"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,7 @@ class Header:
     """What an object of a round says of itself.
 
     Attributes:
-        kind: a replica's "contribution", a reduced shard ("sum"), or a replica's "leave": it has
-            finished and will contribute no more (no payload).
+        kind: a replica's "contribution" or a reduced shard ("sum").
         run, round, fragment: where it belongs.
         rank, attempt: who wrote it; for a sum, the shard's index and 0.
         layout: digest of names, shapes and dtypes; for a sum, digest of the commit.
@@ -44,6 +43,7 @@ class Header:
         codec: how the payload is encoded; "raw" is the tensors' own bytes.
         base: digest of the global parameters the pseudo-gradient was taken against, or "".
         tokens, inner_steps: processed since the last round this replica contributed to.
+        position: inner steps of this replica's data that are behind it once the round is merged.
         finite: False if any element is NaN or infinite.
         chunk_bytes: bytes covered by each checksum (the last chunk may be shorter).
         checksums: hex xxh3-64 of each chunk, joined.
@@ -61,6 +61,7 @@ class Header:
     base: str = ""
     tokens: int = 0
     inner_steps: int = 0
+    position: int = 0
     finite: bool = True
     chunk_bytes: int = CHUNK_BYTES
     checksums: str = ""
@@ -73,7 +74,7 @@ class Header:
     @property
     def chunks(self) -> int:
         """Number of chunks of the payload."""
-        return math.ceil(self.nbytes / self.chunk_bytes)
+        return -(-self.nbytes // self.chunk_bytes)
 
     def chunk_span(self, chunk: int) -> tuple[int, int]:
         """First and last-plus-one payload byte of a chunk."""
@@ -100,9 +101,36 @@ class Header:
                 raise CorruptContributionError(f"{key}: chunk {first_chunk + i} is damaged")
 
 
+def chunk_size(value: Any) -> int:
+    """A size of chunks in which every element is whole."""
+    if wire.count(value) < 64 or value % 8:
+        raise ValueError("not a chunk size")
+    return int(value)
+
+
+_FIELDS: Final[dict[str, Callable[[Any], Any]]] = {
+    "kind": wire.one_of("contribution", "sum"),
+    "run": wire.text,
+    "round": wire.count,
+    "fragment": wire.count,
+    "rank": wire.count,
+    "attempt": wire.count,
+    "layout": wire.text,
+    "nbytes": wire.count,
+    "codec": wire.text,
+    "base": wire.text,
+    "tokens": wire.count,
+    "inner_steps": wire.count,
+    "position": wire.count,
+    "finite": wire.flag,
+    "chunk_bytes": chunk_size,
+    "checksums": wire.text,
+}
+
+
 def header_size(nbytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
     """Bytes before the payload of an object with ``nbytes`` of payload."""
-    return math.ceil((_JSON_ROOM + 16 * math.ceil(nbytes / chunk_bytes)) / 64) * 64
+    return -(-(_JSON_ROOM + 16 * -(-nbytes // chunk_bytes)) // 64) * 64
 
 
 def checksums(views: Sequence[memoryview], chunk_bytes: int) -> str:
@@ -143,28 +171,10 @@ def decode(data: bytes | memoryview, key: str) -> Header:
     end = encoded_size(data)
     if data[:8] != MAGIC or end > len(data):
         raise CorruptContributionError(f"{key}: not a contribution of this version")
-    try:
-        header = Header(**_checked(json.loads(data[12:end])))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CorruptContributionError(f"{key}: unreadable header ({error})") from None
+    header = wire.parse(data[12:end], key, lambda values: Header(**wire.fields(values, _FIELDS)))
     if header.size < end or len(header.checksums) != 16 * header.chunks:
         raise CorruptContributionError(f"{key}: header and payload sizes disagree")
     return header
-
-
-def _checked(values: Any) -> dict[str, Any]:
-    """``values`` if they are exactly the fields of a header, of the right types and signs."""
-    kinds = Header.__annotations__
-    if not isinstance(values, dict) or set(values) != set(kinds):
-        raise ValueError("other fields than a header's")
-    types = {"str": str, "Kind": str, "int": int, "bool": bool}
-    for name, hint in kinds.items():
-        value = values[name]
-        if type(value) is not types[str(hint)] or (isinstance(value, int) and value < 0):
-            raise ValueError(f"{name} is {value!r}")
-    if values["kind"] not in ("contribution", "sum", "leave") or values["chunk_bytes"] == 0:
-        raise ValueError("unknown kind or chunk size")
-    return values
 
 
 def _checksum(data: memoryview) -> str:

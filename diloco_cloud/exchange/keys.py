@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 ROUNDS = "rounds/"
+_PART = re.compile(r"(put|leave)/([0-9]{4,9})\.([0-9]{4,9})\Z")
 
 
 def directory(round_: int, fragment: int) -> str:
@@ -12,7 +15,12 @@ def directory(round_: int, fragment: int) -> str:
 
 def put(round_: int, fragment: int, rank: int, attempt: int) -> str:
     """A replica's contribution."""
-    return f"{directory(round_, fragment)}put/{rank:04d}.{attempt:04d}"
+    return f"{directory(round_, fragment)}put/{life(rank, attempt)}"
+
+
+def leave(round_: int, fragment: int, rank: int, attempt: int) -> str:
+    """A replica's word that it has finished: nothing more will come from it, from this round on."""
+    return f"{directory(round_, fragment)}leave/{life(rank, attempt)}"
 
 
 def commit(round_: int, fragment: int) -> str:
@@ -25,16 +33,18 @@ def shard(round_: int, fragment: int, index: int) -> str:
     return f"{directory(round_, fragment)}sum/{index:04d}"
 
 
-def parse_directory(name: str) -> tuple[int, int] | None:
-    """Round and fragment of a directory's name, or None for something that is not ours."""
-    head, _, tail = name.rstrip("/").partition(".")
-    return (int(head), int(tail)) if head.isdigit() and tail.isdigit() else None
+def life(rank: int, attempt: int) -> str:
+    """One life of one rank."""
+    return f"{rank:04d}.{attempt:04d}"
 
 
-def parse_put(key: str) -> tuple[int, int] | None:
-    """Rank and attempt of a contribution's key, or None for any other key."""
-    parent, _, name = key.rpartition("/")
-    rank, _, attempt = name.partition(".")
-    if parent.endswith("/put") and rank.isdigit() and attempt.isdigit():
-        return int(rank), int(attempt)
-    return None
+def round_of(name: str) -> int | None:
+    """The round that a name below ``rounds/`` belongs to; None for what is not ours."""
+    found = re.match(r"([0-9]{8,15})\.[0-9]{1,6}(/|\Z)", name)
+    return int(found[1]) if found else None
+
+
+def parse_part(key: str, directory: str) -> tuple[str, int, int] | None:
+    """("put" or "leave", rank, attempt) of a replica's object in ``directory``, else None."""
+    found = _PART.match(key.removeprefix(directory))
+    return (found[1], int(found[2]), int(found[3])) if found else None

@@ -12,7 +12,6 @@ gets the same bits, and either plan gives the same result:
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,14 +23,11 @@ import torch
 
 from diloco_cloud.errors import AlreadyExistsError, CorruptContributionError, RoundTimeoutError
 from diloco_cloud.exchange import keys
-from diloco_cloud.exchange.agreement import Watch, read_header
+from diloco_cloud.exchange.agreement import PARALLEL_READS, Watch, read_header
 from diloco_cloud.exchange.commit import Commit, Contributor
 from diloco_cloud.exchange.contribution import Header, checksums, header_size
 from diloco_cloud.exchange.layout import TensorLayout, byte_view
 from diloco_cloud.store.base import ObjectInfo, ObjectStore
-
-#: Ranged reads under way at once, per replica.
-PARALLEL_READS = 8
 
 T = TypeVar("T")
 
@@ -61,7 +57,8 @@ class Reducer:
 
         Raises:
             RoundTimeoutError: a shard did not appear and could not be computed in time.
-            CorruptContributionError: a committed contribution is damaged or gone.
+            CorruptContributionError: a committed contribution is damaged.
+            NotFoundError: a committed contribution has been deleted.
         """
         if (self.commit.layout, self.commit.nbytes) != (self.layout.digest, self.layout.nbytes):
             raise CorruptContributionError(
@@ -92,8 +89,7 @@ class Reducer:
         self, payload: torch.Tensor, chunks: range, pool: ThreadPoolExecutor
     ) -> None:
         """Write the reduced bytes of ``chunks`` into ``payload``, reading ahead."""
-        for contributor in self.commit.contributors:
-            self._header(contributor)
+        list(pool.map(self._header, self.commit.contributors))
         pending = _ahead(pool, self._read_chunk, chunks, self.commit.contributors)
         for chunk in chunks:
             parts = [next(pending).result() for _ in self.commit.contributors]
@@ -113,8 +109,10 @@ class Reducer:
             sums = torch.zeros(into.shape, dtype=segment.accumulator)
             for part, weight in zip(parts, weights, strict=True):
                 values = part[low - start : high - start].view(segment.dtype)
-                # Equal weights are exactly 1: adding without the product keeps this a plain sum.
-                sums.add_(values.to(segment.accumulator), alpha=weight)
+                values = values.to(segment.accumulator)
+                # A product and a sum, each rounded: add_(alpha=) is one fused step on some CPUs
+                # and two on others, and the bits would depend on who reduces.
+                sums.add_(values if weight == 1 else values * weight)
             into.copy_(sums.div_(total))
 
     def _read_chunk(self, chunk: int, contributor: Contributor) -> torch.Tensor:
@@ -194,9 +192,11 @@ class Reducer:
             checksums=checksums([body], self.commit.chunk_bytes),
         )
         key = keys.shard(self.commit.round, self.commit.fragment, shard)
-        # Somebody may have done this shard meanwhile; a sum has only one possible content.
-        with contextlib.suppress(AlreadyExistsError):
+        try:
             self.store.create(key, [header.encode(), body])
+        except AlreadyExistsError:
+            # Somebody did this shard meanwhile. What is stored is what all others read.
+            self._read_sum(payload, shard, self.store.head(key), pool)
 
     def _shard_span(self, shard: int) -> tuple[int, int]:
         chunks = self._shard_chunks(shard)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -17,8 +18,8 @@ from diloco_cloud.errors import (
 from diloco_cloud.exchange import keys
 from diloco_cloud.exchange.agreement import Agreement, Clock, Watch, read_header
 from diloco_cloud.exchange.commit import DRIFTED, Commit
-from diloco_cloud.exchange.contribution import CHUNK_BYTES, Header, checksums, digest, header_size
-from diloco_cloud.exchange.layout import TensorLayout
+from diloco_cloud.exchange.contribution import CHUNK_BYTES, Header, checksums, digest
+from diloco_cloud.exchange.layout import TensorLayout, all_finite
 from diloco_cloud.exchange.reduction import Reducer
 from diloco_cloud.store.base import ObjectStore
 
@@ -29,11 +30,19 @@ class RoundResult:
 
     Attributes:
         commit: the agreed decision.
-        tensors: the reduced tensors in the caller's order, on the CPU; None after a discard.
+        tensors: the reduced tensors in the caller's order, on the CPU; None where there is nothing
+            to apply: the decision was to discard, or the mean is not finite.
     """
 
     commit: Commit
     tensors: list[torch.Tensor] | None
+
+    @property
+    def reason(self) -> str:
+        """Why there is nothing to apply, or ""."""
+        if self.tensors is not None:
+            return ""
+        return self.commit.reason or "the mean has NaN or infinite values"
 
 
 @dataclass
@@ -43,12 +52,15 @@ class RoundExchange:
     Attributes:
         store: the run's prefix.
         run: the run's id; objects that name another are refused.
-        timeout_s: how long a round waits for peers; the first uses ``join_timeout_s``, because
-            replicas start minutes apart.
+        timeout_s: how long a round waits for peers.
+        join_timeout_s: how long the first round waits for peers that have not begun: replicas
+            start minutes apart.
+        begun: whether all of these ranks are known to have begun; by default nothing is known.
         poll_interval_s: the longest pause between two looks at the store.
         chunk_bytes: the unit of checksums, reads and shards; the same on every replica.
         patience_s: how long a shard's owner is waited for before this replica does the shard.
         waiting_for: told the ranks a round still waits for.
+        finished: ranks that have left the run, as of the last commit this replica saw.
     """
 
     store: ObjectStore
@@ -64,25 +76,27 @@ class RoundExchange:
     reduction: str = "auto"
     weighting: str = "tokens"
     clock: Clock = field(default_factory=Clock)
+    begun: Callable[[list[int]], bool] = lambda _ranks: False
     waiting_for: Callable[[list[int]], None] = lambda _missing: None
-    #: Ranks that have left the run, as of the last commit this replica saw.
-    finished: tuple[int, ...] = ()
-    _met: bool = False
-    _stop: threading.Event = field(default_factory=threading.Event)
+    finished: tuple[int, ...] = field(default=(), init=False)
+    _met: bool = field(default=False, init=False)
+    _stop: threading.Event = field(default_factory=threading.Event, init=False)
 
     @property
     def expected(self) -> list[int]:
         """Ranks whose part the next round waits for."""
         return [rank for rank in range(self.world_size) if rank not in self.finished]
 
-    def watch(self) -> Watch:
-        """A watch for the next wait on peers."""
+    def watch(self, stop: threading.Event | None = None) -> Watch:
+        """A watch for a wait on peers, which :meth:`interrupt` ends."""
         timeout = self.timeout_s if self._met else max(self.timeout_s, self.join_timeout_s)
-        return Watch(self.clock, timeout, self.poll_interval_s, stopped=self._stop.is_set)
+        stop = self._stop if stop is None else stop
+        return Watch(self.clock, timeout, self.poll_interval_s, stopped=stop.is_set)
 
-    def stop(self) -> None:
-        """End a wait that is under way in another thread, with ``ExchangeError`` there."""
-        self._stop.set()
+    def interrupt(self) -> None:
+        """End the waits under way in other threads, with ``ExchangeError`` there."""
+        stop, self._stop = self._stop, threading.Event()
+        stop.set()
 
     def exchange(
         self,
@@ -94,6 +108,7 @@ class RoundExchange:
         base: str = "",
         tokens: int = 0,
         inner_steps: int = 0,
+        position: int = 0,
     ) -> RoundResult:
         """Contribute ``tensors`` to a round and return what was agreed.
 
@@ -107,14 +122,18 @@ class RoundExchange:
             base: digest of the global parameters the tensors were taken against.
             tokens: processed since the last round; the weight in the mean.
             inner_steps: optimizer steps since the last round.
+            position: inner steps of this rank's data behind it once the round is merged.
 
         Raises:
             RoundTimeoutError: peers did not come in time.
             LayoutMismatchError: replicas contributed other tensors.
             DriftError: this replica's ``base`` is not the others'.
             CorruptContributionError: a committed object is damaged.
+            ExchangeError: this rank has left the run, or the wait was interrupted.
             StoreError: the store failed beyond retrying.
         """
+        stop = self._stop
+        self._raise_if_finished(round_)
         layout = TensorLayout.of(tensors, names)
         views = layout.views(tensors)
         header = Header(
@@ -129,44 +148,44 @@ class RoundExchange:
             base=base,
             tokens=tokens,
             inner_steps=inner_steps,
-            finite=all(bool(torch.isfinite(t).all()) for t in tensors),
+            position=position,
+            finite=all(map(all_finite, tensors)),
             chunk_bytes=self.chunk_bytes,
             checksums=checksums(views, self.chunk_bytes),
         )
         own, created = self._put(header, views)
-        agreement = Agreement(
-            store=self.store,
-            run=self.run,
-            round=round_,
-            fragment=fragment,
-            expected=self.expected,
-            finished=self.finished,
-            own=own,
-            reduction=self.reduction,
-            weighting=self.weighting,
-            waiting_for=self.waiting_for,
-        )
-        commit = agreement.reach(self.watch())
+        agreement = self._agreement(round_, fragment, own)
+        commit = agreement.reach(self.watch(stop))
         self._met, self.finished = True, commit.finished
         self._raise_if_out(commit)
-        if commit.decision == "discard":
-            return RoundResult(commit, None)
         reducer = Reducer(
             self.store,
             commit,
             layout,
-            self.watch,
+            partial(self.watch, stop),
             patience_s=self.patience_s,
             own=(header, views) if created else None,
             headers=agreement.headers,
         )
-        return RoundResult(commit, layout.unpack(reducer.reduce()))
+        return _result(reducer)
 
-    def replay(self, commit: Commit, layout: TensorLayout) -> list[torch.Tensor]:
-        """The reduced tensors of an earlier round, from what the store kept of it."""
-        return layout.unpack(
-            Reducer(self.store, commit, layout, self.watch, patience_s=0.0).reduce()
-        )
+    def await_decision(self, round_: int, fragment: int, key: str) -> Commit:
+        """Wait for the decision of a round that an earlier life of this rank contributed to.
+
+        Args:
+            round_: the open round.
+            fragment: whose turn it is.
+            key: of that life's contribution.
+
+        Raises:
+            RoundTimeoutError: peers did not come in time.
+        """
+        own = read_header(self.store, self.store.head(key), 0, self.chunk_bytes)
+        return self._agreement(round_, fragment, own).reach(self.watch())
+
+    def replay(self, commit: Commit, layout: TensorLayout) -> RoundResult:
+        """The result of an earlier round, from what the store kept of it."""
+        return _result(Reducer(self.store, commit, layout, self.watch, patience_s=0.0))
 
     def leave(self, round_: int, fragment: int) -> bool:
         """Say that this replica contributes no more, from ``round_`` on.
@@ -174,22 +193,31 @@ class RoundExchange:
         Returns:
             Whether everybody has left, which makes the caller one of the last (several may be).
         """
-        header = Header(
-            kind="leave",
+        directory = keys.directory(round_, fragment)
+        self.store.put(keys.leave(round_, fragment, self.rank, self.attempt), b"")
+        newest: dict[int, tuple[int, bool]] = {}
+        for info in self.store.list(directory):
+            part = keys.parse_part(info.key, directory)
+            if part is not None:
+                kind, rank, attempt = part
+                newest[rank] = max(newest.get(rank, (-1, False)), (attempt, kind == "leave"))
+        return all(newest.get(rank, (0, False))[1] for rank in self.expected)
+
+    def _agreement(self, round_: int, fragment: int, own: tuple[Header, str]) -> Agreement:
+        return Agreement(
+            store=self.store,
             run=self.run,
             round=round_,
             fragment=fragment,
-            rank=self.rank,
-            attempt=self.attempt,
+            expected=self.expected,
+            finished=self.finished,
+            own=own,
+            timeout_s=self.timeout_s,
+            begun=self.begun,
+            reduction=self.reduction,
+            weighting=self.weighting,
+            waiting_for=self.waiting_for,
         )
-        self._put(header, [])
-        left: set[int] = set()
-        for info in self.store.list(keys.directory(round_, fragment)):
-            place = keys.parse_put(info.key)
-            # A leave has no payload, so its size tells it from a contribution.
-            if place is not None and info.size == header_size(0):
-                left.add(place[0])
-        return left.issuperset(self.expected)
 
     def _put(self, header: Header, views: list[memoryview]) -> tuple[tuple[Header, str], bool]:
         """Create this replica's object, or read back the one that is there.
@@ -219,14 +247,34 @@ class RoundExchange:
         return (stored, name), False
 
     def _raise_if_out(self, commit: Commit) -> None:
+        """Raise if this replica cannot take part in what was decided."""
         if commit.decision == "abort":
             raise LayoutMismatchError(
                 f"round {commit.round}: {commit.reason}",
                 fix="Every replica must build the same model, in the same precision.",
             )
-        for excluded in commit.excluded:
-            if (excluded.rank, excluded.reason) == (self.rank, DRIFTED):
-                raise DriftError(
-                    f"round {commit.round}: replica {self.rank} was {excluded.reason}",
-                    fix="Restart it (`resume`): it will fetch the agreed state from the store.",
-                )
+        self._raise_if_finished(commit.round)
+        if commit.reason_for(self.rank) == DRIFTED:
+            raise DriftError(
+                f"round {commit.round}: replica {self.rank}'s work was {DRIFTED}",
+                fix="Restart it (`resume`): it will fetch the agreed state from the store.",
+            )
+
+
+    def _raise_if_finished(self, round_: int) -> None:
+        if self.rank in self.finished:
+            raise ExchangeError(
+                f"replica {self.rank} had left the run before round {round_}",
+                fix="Launch a new run to train further.",
+            )
+
+
+def _result(reducer: Reducer) -> RoundResult:
+    """Reduce a commit. Everybody gets the same bytes, so everybody finds the same ones unusable."""
+    if reducer.commit.decision != "commit":
+        return RoundResult(reducer.commit, None)
+    payload = reducer.reduce()
+    segments = (payload[s.start : s.stop].view(s.dtype) for s in reducer.layout.segments)
+    if not all(map(all_finite, segments)):
+        return RoundResult(reducer.commit, None)
+    return RoundResult(reducer.commit, reducer.layout.unpack(payload))

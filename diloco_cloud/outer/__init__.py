@@ -13,6 +13,7 @@ _HOMES = {
     "DiLoCoCallback": "callback",
     "MockManager": "manager",
     "OuterLoop": "loop",
+    "OuterSGD": "sgd",
     "_ImmediateWork": "work",
     "make_diloco_outer_loop": "make",
 }
@@ -22,7 +23,14 @@ _TORCHFT = {
     "_DummyWork": "torchft.work",
 }
 
-__all__ = ["DiLoCoCallback", "MockManager", "OuterLoop", "make_diloco_outer_loop"]
+__all__ = [
+    "DiLoCoCallback",
+    "MockManager",
+    "OuterLoop",
+    "OuterSGD",
+    "_ImmediateWork",
+    "make_diloco_outer_loop",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@ trainer.train()
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,11 +18,15 @@ from diloco_cloud.outer.loop import OuterLoop
 from diloco_cloud.outer.make import make_diloco_outer_loop
 from diloco_cloud.outer.manager import MockManager
 
+logger = logging.getLogger(__name__)
+
 
 class DiLoCoCallback(TrainerCallback):
     """Attaches an outer loop when training begins and takes it off, after a final sync, at its end.
 
-    ``train()`` may be called again: the outer momentum carries on.
+    ``train()`` may be called again: the outer momentum carries on. In a restarted replica the
+    trainer takes the steps that remain of its ``max_steps``; give it its own checkpoint too
+    (``resume_from_checkpoint``) to carry on with the inner optimizer, schedule and data.
 
     Args:
         manager: this replica's manager.
@@ -41,6 +46,8 @@ class DiLoCoCallback(TrainerCallback):
     ) -> None:
         self.manager = manager
         self.loop: OuterLoop | None = None
+        #: Inner steps that an earlier life of this replica has taken; the trainer begins at 0.
+        self.resumed_steps = 0
         self._fragments = fragments
         self._settings = settings
         self._tokens_seen = 0
@@ -56,7 +63,20 @@ class DiLoCoCallback(TrainerCallback):
         self.loop = make_diloco_outer_loop(
             self.manager, parts, optimizer, model=model, **self._settings
         )
-        self.loop.__enter__()
+        done = self.loop.inner_steps_done if self.loop.joined else 0
+        self.resumed_steps = max(0, done - state.global_step)
+        if self.resumed_steps:
+            logger.info("%d of %d steps were taken before", done, state.max_steps)
+        if state.global_step + self.resumed_steps < state.max_steps:
+            self.loop.__enter__()
+        # Else the one step that the trainer takes all the same stays this replica's own, and goes
+        # when the global parameters come back at the end.
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step + self.resumed_steps >= state.max_steps:
+            control.should_training_stop = True
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -1,30 +1,37 @@
 """Starting from what the run has agreed on: joining, restarting and resuming are one thing.
 
-A replica needs the store alone: the newest snapshot, and the rounds decided since. The very first
-snapshot is replica 0's initial parameters, so that all begin equal by construction; a replica that
-has the same bytes already (the same pretrained weights, say) does not fetch them.
+A replica needs the store alone: a snapshot, and the rounds decided since. The very first snapshot
+is replica 0's initial parameters, so that all begin equal by construction; a replica that has the
+same bytes already (the same pretrained weights, say) does not fetch them.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from diloco_cloud.errors import ExchangeError, LayoutMismatchError, NotFoundError, RoundTimeoutError
+from diloco_cloud.errors import (
+    CorruptError,
+    DriftError,
+    ExchangeError,
+    LayoutMismatchError,
+    NotFoundError,
+    RoundTimeoutError,
+)
 from diloco_cloud.exchange import keys
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.layout import TensorLayout
 from diloco_cloud.outer import snapshot
-from diloco_cloud.outer.state import restore
+from diloco_cloud.outer.snapshot import Manifest
 
 if TYPE_CHECKING:
     from diloco_cloud.outer.loop import OuterLoop
     from diloco_cloud.outer.manager import MockManager
-    from diloco_cloud.store.base import ObjectStore
 
 logger = logging.getLogger(__name__)
 
-#: A snapshot can be superseded while it is read; each try reads a newer one.
+#: Snapshots can be superseded while one is read; each try reads newer ones.
 _TRIES = 10
 
 
@@ -34,83 +41,131 @@ def join(manager: MockManager, loop: OuterLoop) -> None:
     Raises:
         RoundTimeoutError: replica 0 did not publish the initial parameters in time.
         LayoutMismatchError: the run trains another model than this replica built.
+        DriftError: the run's snapshots and rounds contradict one another.
     """
     for _ in range(_TRIES):
-        manifest = _first_or_newest(manager)
         try:
-            _load(manager, loop, manifest)
+            _Joiner(manager, loop).join(_snapshots(manager))
             return
-        except NotFoundError:
-            logger.info("snapshot of round %d was superseded while reading it", manifest.round)
+        except NotFoundError as error:
+            logger.info("the run's state moved on while it was read: %s", error.message)
     raise ExchangeError("snapshots disappear faster than this replica can read them")
 
 
-def _first_or_newest(manager: MockManager) -> snapshot.Manifest:
-    store = manager.prefix
+def _snapshots(manager: MockManager) -> list[Manifest]:
+    """The run's snapshots, newest first; replica 0 makes the first, the others wait for it."""
     watch = manager.watch()
     while True:
-        manifest = snapshot.newest(store)
-        if manifest is not None:
-            return manifest
+        found = snapshot.snapshots(manager.prefix)
+        if found:
+            return found
         if manager.rank == 0:
-            snapshot.write(
-                store, manager.capture(), round_=0, step=0, finished=(), writer=manager.writer
-            )
-            continue
-        if watch.expired:
+            snapshot.write(manager.prefix, manager.capture(), round_=0, step=0, writer=manager.life)
+        elif watch.expired:
             raise RoundTimeoutError(
                 f"replica 0 did not publish the initial parameters within {watch.timeout_s:g} s",
                 fix="See why with `diloco-cloud status`; `resume` restarts what has stopped.",
             )
-        manager.progress.waiting_for = [0]
-        watch.pause()
+        else:
+            manager.progress.waiting_for = [0]
+            watch.pause()
 
 
-def _load(manager: MockManager, loop: OuterLoop, manifest: snapshot.Manifest) -> None:
-    store = manager.prefix
-    own = manager.capture()
-    if len(manifest.fragments) != len(own):
-        raise LayoutMismatchError(
-            f"the run has {len(manifest.fragments)} fragments and this replica {len(own)}",
-            fix="Split the model in the same way on every replica.",
-        )
-    for state, stored in zip(own, manifest.fragments, strict=True):
-        if manifest.step == 0 and state.digest == stored.parameters:
-            continue
-        fetched = snapshot.read_fragment(store, stored, state.key, state.names)
-        restore(fetched, manager.state_fns(state.key))
-    round_, step, finished = manifest.round, manifest.step, manifest.finished
-    for commit in decided_since(store, round_):
+class _Joiner:
+    """One attempt at joining: where in the run's history it has got to."""
+
+    def __init__(self, manager: MockManager, loop: OuterLoop) -> None:
+        self._manager = manager
+        self._loop = loop
+        self._round = self._step = 0
+        self._finished: tuple[int, ...] = ()
+        self._positions: dict[int, int] = {}
+
+    def join(self, manifests: Sequence[Manifest]) -> None:
+        """Load the newest snapshot that the rounds after it bear out, and replay those."""
+        for i, manifest in enumerate(manifests):
+            try:
+                self._load(manifest)
+                self._replay_decided()
+                break
+            except (CorruptError, DriftError) as error:
+                logger.warning("the snapshot of round %d is of no use: %s", manifest.round, error)
+                if i + 1 == len(manifests):
+                    raise
+        self._settle_own_part()
+        # A deleted commit looks like one that is not made yet, but its snapshot came before.
+        newest = snapshot.snapshots(self._manager.prefix)[0].round
+        if newest > self._round:
+            raise NotFoundError(f"round {self._round} has been deleted")
+        self._begin()
+
+    def _begin(self) -> None:
+        position = self._positions.get(self._manager.rank, self._round * self._loop.interval)
+        self._manager.resume_at(self._round, self._step, self._finished, position)
+        logger.info("joined after %d rounds, %d of them committed", self._round, self._step)
+
+    def _load(self, manifest: Manifest) -> None:
+        fragments = self._manager.fragments
+        if len(manifest.fragments) != len(fragments):
+            raise LayoutMismatchError(
+                f"the run has {len(manifest.fragments)} fragments, this replica {len(fragments)}",
+                fix="Split the model in the same way on every replica.",
+            )
+        for i, fragment in enumerate(fragments):
+            if manifest.step == 0 and fragment.digest() == manifest.fragments[i].parameters:
+                continue
+            fragment.restore(
+                snapshot.read_fragment(
+                    self._manager.prefix, manifest, i, fragment.key, fragment.names
+                )
+            )
+        self._round, self._step = manifest.round, manifest.step
+        self._finished, self._positions = manifest.finished, dict(manifest.positions)
+
+    def _replay_decided(self) -> None:
+        while True:
+            key = keys.commit(self._round, self._turn)
+            try:
+                commit = Commit.decode(self._manager.prefix.get(key))
+            except NotFoundError:
+                return
+            self._replay(commit)
+
+    @property
+    def _turn(self) -> int:
+        """The fragment whose round comes next."""
+        return self._step % len(self._manager.fragments)
+
+    def _replay(self, commit: Commit) -> None:
         if commit.decision == "abort":
             raise LayoutMismatchError(
-                f"the run was stopped in round {commit.round}: {commit.reason}"
+                f"the run was stopped in round {commit.round}: {commit.reason}",
+                fix="Launch it anew, with the same model on every replica.",
             )
-        if commit.decision == "commit":
-            _replay(manager, loop, commit)
-            step += 1
-        round_, finished = commit.round + 1, commit.finished
-    loop.restore_global_parameters()
-    manager.resume_at(round_, step, finished, round_ * loop.interval)
-    logger.info("joined after %d rounds, %d of them committed", round_, step)
+        fragment = self._manager.fragments[commit.fragment]
+        if commit.base and commit.base != fragment.digest():
+            raise DriftError(f"round {commit.round} was taken against other parameters")
+        layout = TensorLayout.of(fragment.parameters, fragment.names)
+        means = self._manager.replay(commit, layout)
+        if means is not None:
+            self._loop.apply(commit.fragment, means)
+            self._step += 1
+        self._round, self._finished = commit.round + 1, commit.finished
+        self._positions |= dict(commit.positions)
 
+    def _settle_own_part(self) -> None:
+        """Wait for the open round if an earlier life of this rank has contributed to it.
 
-def decided_since(store: ObjectStore, round_: int) -> list[Commit]:
-    """Commits of ``round_`` and later, without gaps, in order."""
-    places = sorted(filter(None, map(keys.parse_directory, store.list_dirs(keys.ROUNDS))))
-    found: list[Commit] = []
-    for number, fragment in places:
-        if number < round_:
-            continue
-        if number != round_ + len(found):
-            raise NotFoundError(f"round {round_ + len(found)} has been deleted")
-        try:
-            found.append(Commit.decode(store.get(keys.commit(number, fragment))))
-        except NotFoundError:
-            break  # Not decided yet.
-    return found
-
-
-def _replay(manager: MockManager, loop: OuterLoop, commit: Commit) -> None:
-    parameters, names = loop.global_parameters(commit.fragment)
-    layout = TensorLayout.of(parameters, names)
-    loop.apply(commit.fragment, manager.replay(commit, layout))
+        Its work is in that round already: doing it again would count it twice, and a peer that
+        goes by the earlier contribution would not see this life in the round at all.
+        """
+        directory = keys.directory(self._round, self._turn)
+        own: list[str] = []
+        for info in self._manager.prefix.list(directory):
+            part = keys.parse_part(info.key, directory)
+            if part is not None and part[:2] == ("put", self._manager.rank):
+                own.append(info.key)
+        if own:
+            commit = self._manager.await_decision(self._round, self._turn, own[-1], self._finished)
+            self._replay(commit)
+            self._replay_decided()

@@ -11,7 +11,7 @@ from torch import nn
 from torchft.local_sgd import DiLoCo
 
 from diloco_cloud.outer.join import join
-from diloco_cloud.outer.manager import FRAGMENT_KEY, MockManager
+from diloco_cloud.outer.manager import MockManager
 
 
 class TrainableView(nn.Module):
@@ -47,35 +47,50 @@ class OuterLoop(DiLoCo):  # type: ignore[misc]  # torchft ships no types
         outer_optimizers: Sequence[torch.optim.Optimizer],
         **settings: Any,
     ) -> None:
-        super().__init__(
-            manager, list(fragments), inner_optimizer, list(outer_optimizers), **settings
-        )
-        for fragment in self._fragments:
-            # TORCHFT_USE_BUCKETIZATION overrides the argument, and bucketization drops tensors.
-            fragment.use_bucketization = False
-        self._inner_steps = 0
-        self._synced_at = [0] * len(self._fragments)
-        self._attached = True
-        for index, view in enumerate(fragments):
-            manager.name_tensors(f"{FRAGMENT_KEY}{index}", view.names)
-        if not manager.reattach():
-            join(manager, self)
-        self.restore_global_parameters()
-        #: Inner steps whose work is in the global parameters this loop began with.
-        self.inner_steps_done: int = manager.progress.inner_step
+        try:
+            super().__init__(
+                manager, list(fragments), inner_optimizer, list(outer_optimizers), **settings
+            )
+            for fragment in self._fragments:
+                # TORCHFT_USE_BUCKETIZATION overrides the argument, and bucketization drops tensors.
+                fragment.use_bucketization = False
+            self._attach()
+        except BaseException:
+            manager.detach(keep=False)
+            raise
 
     @property
     def interval(self) -> int:
         """Inner steps between two rounds (sync_every divided by the number of fragments)."""
         return int(self._sync_every)
 
+    def _attach(self) -> None:
+        """Describe the registered fragments to the manager, and begin with the agreed state."""
+        for key, fragment in zip(self._manager._state_dict_fns, self._fragments, strict=True):
+            self._manager.describe(
+                key,
+                fragment._model_fragment.names,
+                list(fragment.original_parameters.values()),
+                fragment._outer_optimizer,
+            )
+        #: Whether the state came from the store, rather than from an earlier loop in this process.
+        self.joined: bool = not self._manager.reattach()
+        if self.joined:
+            join(self._manager, self)
+        self._restore_parameters()
+        #: Inner steps whose work is in the global parameters this loop began with.
+        self.inner_steps_done: int = self._manager.position
+        self._inner_steps = 0
+        self._synced_at = [0] * len(self._fragments)
+        self._local_step = 0
+        self._attached = self._sound = True
+
     # -- the inner loop ------------------------------------------------------------------------
 
     def __enter__(self) -> OuterLoop:
         if not self._attached:
             self._register_state_dict_fn()
-            self._manager.reattach()
-            self._attached = True
+            self._attach()
         super().__enter__()
         return self
 
@@ -89,14 +104,18 @@ class OuterLoop(DiLoCo):  # type: ignore[misc]  # torchft ships no types
         try:
             if exc_type is None:
                 self.finish()
+            elif self._fragments[fragment := self._current_fragment()]._allreduce_work:
+                self._return_to_global(fragment)
         finally:
-            self._manager.detach()
+            self._manager.detach(keep=self._sound)
             self._attached = False
         return False
 
     def _step_post_hook(self, *args: Any) -> None:
         self._inner_steps += 1
         fragment = self._current_fragment()
+        if self._local_step + 1 == self._sync_every - self._fragment_sync_delay:
+            self._manager.position = self._steps_taken + self._fragment_sync_delay
         try:
             super()._step_post_hook(*args)
         except BaseException:
@@ -104,6 +123,11 @@ class OuterLoop(DiLoCo):  # type: ignore[misc]  # torchft ships no types
             raise
         if self._local_step == 0:
             self._synced_at[fragment] = self._inner_steps
+
+    @property
+    def _steps_taken(self) -> int:
+        """Inner steps of this rank's data so far, in this life and those before it."""
+        return self.inner_steps_done + self._inner_steps
 
     def finish(self) -> None:
         """Synchronise every fragment that trained since its last sync.
@@ -119,12 +143,14 @@ class OuterLoop(DiLoCo):  # type: ignore[misc]  # torchft ships no types
             if self._synced_at[fragment] == self._inner_steps:
                 break
             self._sync(fragment, prepare=True)
-        self.restore_global_parameters()
+        self._restore_parameters()
         self._local_step = 0
+        self._manager.position = self._steps_taken
 
     def _sync(self, fragment: int, *, prepare: bool) -> None:
         try:
             if prepare:
+                self._manager.position = self._steps_taken
                 self._manager.start_quorum()
                 self._fragments[fragment].prepare_sync()
             self._fragments[fragment].perform_sync()
@@ -134,21 +160,22 @@ class OuterLoop(DiLoCo):  # type: ignore[misc]  # torchft ships no types
         self._synced_at[fragment] = self._inner_steps
 
     def _return_to_global(self, fragment: int) -> None:
-        """Undo a sync that an error cut short: the state that a discarded round leaves."""
+        """Undo a sync that an error cut short.
+
+        The model then holds the last global parameters, as after a discarded round. Whether they
+        are the run's newest is not known here, so that going on means joining anew.
+        """
         failed = self._fragments[fragment]
         failed._allreduce_work = []
         failed._grads.clear()
         failed._clear_local_parameters()
         failed._outer_optimizer.zero_grad()
-        self.restore_global_parameters()
-        self._manager.abandon_round()
+        self._restore_parameters()
+        self._manager.abandon_sync()
         self._local_step = 0
+        self._sound = False
 
     # -- global parameters ---------------------------------------------------------------------
-
-    def restore_global_parameters(self) -> None:
-        """Put the global parameters of all fragments into the model."""
-        self._restore_parameters()
 
     def global_parameters(self, fragment: int) -> tuple[list[torch.Tensor], list[str]]:
         """Global parameters of a fragment (not copied), and their names."""

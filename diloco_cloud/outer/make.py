@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from diloco_cloud.errors import MissingDependencyError
+from diloco_cloud.outer.sgd import OuterSGD
 
 if TYPE_CHECKING:
     from diloco_cloud.outer.loop import OuterLoop
@@ -83,9 +84,7 @@ def make_diloco_outer_loop(
         # One each: an optimizer shared by fragments would also step the other fragments'
         # parameters, with their inner gradients and the outer learning rate.
         [
-            torch.optim.SGD(
-                view.parameters(), lr=outer_lr, momentum=outer_momentum, nesterov=nesterov
-            )
+            OuterSGD(view.parameters(), lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
             for view in views
         ],
         sync_every=sync_every,

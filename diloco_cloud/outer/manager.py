@@ -14,30 +14,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from diloco_cloud.errors import ExchangeError, LayoutMismatchError
+from diloco_cloud.exchange import keys
 from diloco_cloud.exchange.agreement import Watch
 from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.layout import TensorLayout, digest_tensors
 from diloco_cloud.exchange.rounds import RoundResult
 from diloco_cloud.outer.progress import Progress, RoundReport
-from diloco_cloud.outer.result import export, global_digest
+from diloco_cloud.outer.result import add_files, export, global_digest
 from diloco_cloud.outer.snapshot import SnapshotWriter
-from diloco_cloud.outer.state import FragmentState, StateFns, capture, restore
+from diloco_cloud.outer.state import Fragment, FragmentState, StateFns
 from diloco_cloud.outer.sync import Sync
 from diloco_cloud.outer.work import _ImmediateWork
 from diloco_cloud.store.base import ObjectStore
 
 logger = logging.getLogger(__name__)
 
-#: Prefix of the keys under which torchft's DiLoCo registers its fragments, before their index.
-FRAGMENT_KEY = "StreamingDiLoCoFragment_"
-#: Rounds in a row without a usable contribution after which training has diverged for good.
+#: Rounds in a row without a usable mean after which going on is pointless.
 MAX_DISCARDS = 5
 
 
@@ -51,11 +49,14 @@ class MockManager:
     Args:
         store: the rank's door to the run. ``allreduce=`` is accepted as its older name.
         snapshot_every: rounds between two snapshots of the outer state.
-        on_round: called with a :class:`RoundReport` after every decision.
+        on_round: called with a :class:`RoundReport` after every decision; its failure is logged.
 
     Attributes:
+        store: as given.
         rank: of this replica.
         progress: where this replica is.
+        position: inner steps of this rank's data behind it once the sync that begins next is
+            merged; the outer loop keeps it.
     """
 
     #: torchft's DiLoCo refuses a manager whose quorum is asynchronous.
@@ -75,22 +76,21 @@ class MockManager:
         self.store = door
         self.rank = door.rank
         self.progress = Progress()
+        self.position = 0
         self.on_round = on_round
         self._exchange = door.exchange
         self._exchange.waiting_for = self._waiting_for
         self._step = 0
         self._round = door.round_id
         self._discards = 0
-        self._open: Sync | None = None
+        self._sync: Sync | None = None
+        self._usage = door.usage
         self._state_dict_fns: dict[str, StateFns] = {}
-        self._detached: dict[str, FragmentState] = {}
-        self._results: dict[str, bytes] = {}
-        self._names: dict[str, list[str]] = {}
+        self._fragments: dict[str, Fragment] = {}
+        self._detached: list[FragmentState] = []
         self._left = False
-        self._thread = ThreadPoolExecutor(1, "diloco-exchange")
-        self._usage = door.store.usage
         self._snapshots = SnapshotWriter(
-            door.prefix, rank=door.rank, attempt=door.exchange.attempt, every=snapshot_every
+            door.prefix, rank=door.rank, writer=self.life, every=snapshot_every
         )
 
     # -- what torchft calls --------------------------------------------------------------------
@@ -127,8 +127,8 @@ class MockManager:
 
     def disallow_state_dict_read(self) -> None:
         """Called before every inner step: sends off a delayed sync, and a snapshot that is due."""
-        if self._open is not None:
-            self._open.send()
+        if self._sync is not None:
+            self._sync.send()
         self._snapshots.write_due(self.capture)
 
     def allow_state_dict_read(self) -> None:
@@ -136,25 +136,28 @@ class MockManager:
 
     def start_quorum(self) -> None:
         """Begin a sync."""
-        if self._open is not None:
+        if self._sync is not None:
             raise ExchangeError("a sync began before the last one ended")
         self.progress.phase = "syncing"
 
     def wait_quorum(self) -> None:
         """Membership is decided by each round's commit; there is nothing to wait for here."""
 
-    def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False) -> _ImmediateWork:
+    def allreduce(
+        self, tensor: torch.Tensor, should_quantize: bool = False, **_unused: Any
+    ) -> _ImmediateWork:
         """Add ``tensor`` to the open sync; ``wait()`` of the returned work fills in the mean.
 
         Args:
             tensor: floating point, any device; replaced in place by the agreed mean.
             should_quantize: must be False: how contributions are encoded is a setting of the run.
+            **_unused: what newer torchfts may pass is accepted.
         """
         if should_quantize:
             raise ValueError("should_quantize is not supported: encoding is a setting of the run")
-        if self._open is None or self._open.sent:
-            self._open = self._new_sync()
-        return self._open.add(tensor)
+        if self._sync is None or self._sync.sent:
+            self._sync = self._new_sync()
+        return self._sync.add(tensor)
 
     def should_commit(self) -> bool:
         """The agreed decision on the open sync.
@@ -166,35 +169,33 @@ class MockManager:
             ExchangeError: the round failed, or too many rounds in a row were discarded.
             StoreError: the store failed beyond retrying.
         """
-        done = self._open
+        done = self._sync
         if done is None:
             raise ExchangeError("should_commit was asked without an allreduce before it")
         done.deliver()
-        self._open = None
+        self._sync = None
         if done.error is not None:
             raise done.error
         assert done.result is not None
-        commit = done.result.commit
+        committed = done.result.tensors is not None
         self.progress.mark_round()
-        report = self._report(done)
+        report = self._report(done, done.result)
         self._round += 1
-        committed = commit.decision == "commit"
         if committed:
             self._step += 1
             self._discards = 0
-            self._snapshots.schedule(commit, self._step)
         else:
             self._discards += 1
-            logger.warning("round %d was discarded: %s", commit.round, commit.reason)
-        excluded = [e.reason for e in commit.excluded if e.rank == self.rank]
-        self.progress.excluded = excluded[0] if excluded else None
+            logger.warning("round %d is discarded: %s", report.round, done.result.reason)
+        if committed and self._fragments:
+            self._snapshots.schedule(done.result.commit, self._step)
         self.progress.round, self.progress.step = self._round, self._step
-        if self.on_round is not None:
-            self.on_round(report)
+        self.progress.excluded = done.result.commit.reason_for(self.rank)
+        self._tell(report)
         if self._discards >= MAX_DISCARDS:
             raise ExchangeError(
-                f"{MAX_DISCARDS} rounds in a row had nothing to average: {commit.reason}",
-                fix="Training has diverged; lower the learning rate or clip gradients.",
+                f"{MAX_DISCARDS} rounds in a row had nothing to average: {done.result.reason}",
+                fix="If it is NaN, training has diverged: lower the learning rate, clip gradients.",
             )
         return committed
 
@@ -211,31 +212,14 @@ class MockManager:
         self.progress.report(tokens, loss, metrics)
 
     def save_result(self, files: Mapping[str, bytes]) -> None:
-        """Files to be stored beside the final parameters, by name; the last replica writes them."""
-        self._results.update(files)
+        """Store files beside the final parameters, by name: a config, a tokenizer.
+
+        Raises:
+            ValueError: a name is no relative path, or is taken by the result itself.
+        """
+        add_files(self.prefix, files)
 
     # -- what the outer loop and the entrypoint call -------------------------------------------
-
-    @property
-    def fragments(self) -> int:
-        """Fragments that are synchronised in turn."""
-        return max(1, len(self._state_dict_fns))
-
-    def capture(self) -> list[FragmentState]:
-        """Copies of the outer state of all fragments, in order."""
-        return [
-            capture(key, save_fn(), self._names.get(key))
-            for key, (_, save_fn) in self._state_dict_fns.items()
-        ]
-
-    def states(self) -> list[FragmentState]:
-        """The outer state, also after the loop has been detached."""
-        return self.capture() or list(self._detached.values())
-
-    def global_digest(self) -> str | None:
-        """Hex BLAKE3 over the global parameters of all fragments; None if there are none."""
-        states = self.states()
-        return global_digest(states) if states else None
 
     @property
     def prefix(self) -> ObjectStore:
@@ -243,33 +227,61 @@ class MockManager:
         return self.store.prefix
 
     @property
-    def writer(self) -> str:
+    def life(self) -> str:
         """This life of this rank, as it appears in keys."""
-        return f"{self.rank:04d}.{self._exchange.attempt:04d}"
+        return keys.life(self.rank, self._exchange.attempt)
+
+    @property
+    def fragments(self) -> list[Fragment]:
+        """The fragments that were described, in order."""
+        return list(self._fragments.values())
+
+    def describe(
+        self,
+        key: str,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        """Tell what a registered fragment is made of; see :class:`Fragment`."""
+        fns = self._state_dict_fns[key]
+        self._fragments[key] = Fragment(key, fns, tuple(names), tuple(parameters), optimizer)
+
+    def capture(self) -> list[FragmentState]:
+        """Copies of the outer state of all fragments, in order."""
+        return [fragment.capture() for fragment in self.fragments]
+
+    def states(self) -> list[FragmentState]:
+        """The outer state, also after the loop has been detached."""
+        return self.capture() or self._detached
+
+    def global_digest(self) -> str | None:
+        """Hex BLAKE3 over the global parameters of all fragments; None if there are none."""
+        states = self.states()
+        return global_digest(states) if states else None
 
     def watch(self) -> Watch:
         """A watch for the next wait on peers."""
         return self._exchange.watch()
 
-    def state_fns(self, key: str) -> StateFns:
-        """How to write and read a fragment's outer state."""
-        return self._state_dict_fns[key]
+    def replay(self, commit: Commit, layout: TensorLayout) -> list[torch.Tensor] | None:
+        """The agreed means of an earlier round; None if there was nothing to apply."""
+        return self._exchange.replay(commit, layout).tensors
 
-    def name_tensors(self, key: str, names: Sequence[str]) -> None:
-        """Tell the names of a fragment's tensors, in its order."""
-        self._names[key] = list(names)
+    def await_decision(
+        self, round_: int, fragment: int, key: str, finished: tuple[int, ...]
+    ) -> Commit:
+        """Wait for the decision of a round that this rank has contributed to under ``key``."""
+        self._exchange.finished = finished
+        self.progress.phase = "syncing"
+        return self._exchange.await_decision(round_, fragment, key)
 
-    def replay(self, commit: Commit, layout: TensorLayout) -> list[torch.Tensor]:
-        """The agreed means of an earlier round."""
-        return self._exchange.replay(commit, layout)
-
-    def resume_at(self, round_: int, step: int, finished: tuple[int, ...], inner: int) -> None:
-        """Continue after ``round_`` decisions and ``step`` outer steps."""
+    def resume_at(self, round_: int, step: int, finished: tuple[int, ...], position: int) -> None:
+        """Continue after ``round_`` decisions, ``step`` outer steps and ``position`` inner ones."""
         self._round, self._step = round_, step
         self._exchange.finished = finished
-        self.progress.round, self.progress.step = round_, step
-        self.progress.inner_step = inner
-        self.progress.mark_round()
+        self.position = position
+        self.progress.resume(round_, step, position)
 
     def reattach(self) -> bool:
         """Give a new outer loop the state its predecessor in this process left, if there is one.
@@ -277,26 +289,34 @@ class MockManager:
         Raises:
             LayoutMismatchError: the new loop's fragments are not the old ones'.
         """
-        states, self._detached = self._detached, {}
+        states, self._detached = self._detached, []
         if not states:
             return False
-        if states.keys() != self._state_dict_fns.keys():
+        if [state.key for state in states] != list(self._fragments):
             raise LayoutMismatchError("the second outer loop has other fragments than the first")
-        for key, state in states.items():
-            restore(state, self._state_dict_fns[key])
+        for fragment, state in zip(self.fragments, states, strict=True):
+            fragment.restore(state)
         return True
 
-    def abandon_round(self) -> None:
-        """Drop the open sync after an error; the exchange itself may still be running."""
-        self._open = None
+    def detach(self, *, keep: bool) -> None:
+        """Forget the registered fragments.
 
-    def detach(self) -> None:
-        """Forget the registered fragments but keep their state, for a next outer loop."""
-        self._detached = {state.key: state for state in self.states()}
+        Args:
+            keep: their state is sound, and a next outer loop in this process goes on from it;
+                otherwise that one joins the run anew, from the store.
+        """
+        self._detached = self.states() if keep else []
         self._state_dict_fns.clear()
+        self._fragments.clear()
+
+    def abandon_sync(self) -> None:
+        """Drop the open sync after an error, and end its waiting in the background."""
+        self._sync = None
+        self._snapshots.forget()
+        self._exchange.interrupt()
 
     def shutdown(self, *, finished: bool = False) -> None:
-        """Stop the background work.
+        """Stop the background work; nothing is waited for unless the training is complete.
 
         Args:
             finished: the replica's training is complete: leave the run, so that nobody waits for
@@ -306,9 +326,7 @@ class MockManager:
             if finished and not self._left:
                 self._leave()
         finally:
-            self._exchange.stop()
-            self._snapshots.close()
-            self._thread.shutdown(cancel_futures=True)
+            self._exchange.interrupt()
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -319,48 +337,64 @@ class MockManager:
         self._snapshots.flush()
         self._left = True
         if self._exchange.leave(self._round, self._step % max(1, len(states))):
-            export(self.prefix, states, self._results, round_=self._round, step=self._step)
+            export(self.prefix, states, round_=self._round, step=self._step)
 
     def _new_sync(self) -> Sync:
         """A sync of the fragment whose turn it is, as things stand in the training thread now."""
-        round_, fragment = self._round, self._step % self.fragments
+        count = max(1, len(self._state_dict_fns))
+        round_, index, position = self._round, self._step % count, self.position
         tokens, steps = self.progress.take_counts()
-        key = f"{FRAGMENT_KEY}{fragment}"
-        save = self._state_dict_fns[key][1] if key in self._state_dict_fns else None
-        self._usage = self.store.store.usage
+        key = list(self._state_dict_fns)[index] if self._state_dict_fns else ""
+        self._usage = self.store.usage
 
         def exchange(tensors: list[torch.Tensor]) -> RoundResult:
             # Global parameters stand still from the start of a sync to its end.
-            saved = save()["original_parameters"] if save is not None else {}
-            names = self._names.get(key) or list(saved)
+            parameters, names = self._globals(key)
             return self._exchange.exchange(
                 round_,
-                fragment,
+                index,
                 tensors,
                 names=names if len(names) == len(tensors) else None,
-                base=digest_tensors(list(saved.values())) if saved else "",
+                base=digest_tensors(parameters) if parameters else "",
                 tokens=tokens,
                 inner_steps=steps,
+                position=position,
             )
 
-        return Sync(exchange, self._thread)
+        return Sync(exchange)
 
-    def _report(self, done: Sync) -> RoundReport:
-        assert done.result is not None
-        commit = done.result.commit
+    def _globals(self, key: str) -> tuple[Sequence[torch.Tensor], Sequence[str]]:
+        """Global parameters of a fragment and their names; of torchft's own DiLoCo too."""
+        if key in self._fragments:
+            return self._fragments[key].parameters, self._fragments[key].names
+        if key in self._state_dict_fns:
+            saved = self._state_dict_fns[key][1]().get("original_parameters", {})
+            return list(saved.values()), list(saved)
+        return (), ()
+
+    def _report(self, done: Sync, result: RoundResult) -> RoundReport:
+        commit = result.commit
         return RoundReport(
             round=commit.round,
             step=self._step,
             fragment=commit.fragment,
-            decision=commit.decision,
+            decision=commit.decision if result.tensors is not None else "discard",
             participants=len(commit.contributors),
             seconds_blocked=done.seconds_blocked,
             seconds_exchange=done.seconds_exchange,
-            usage=self.store.store.usage - self._usage,
+            usage=self.store.usage - self._usage,
             base=commit.base,
             progress=self.progress.snapshot(),
             metrics=dict(self.progress.metrics),
         )
+
+    def _tell(self, report: RoundReport) -> None:
+        """An observer's failure must not cost the outer step that is about to be taken."""
+        if self.on_round is not None:
+            try:
+                self.on_round(report)
+            except Exception:
+                logger.exception("on_round failed after round %d", report.round)
 
     def _waiting_for(self, missing: list[int]) -> None:
         self.progress.waiting_for = missing

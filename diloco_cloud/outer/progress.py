@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -42,15 +42,22 @@ class Progress:
     now: Callable[[], float] = time.monotonic
     _rate_mark: tuple[float, int] | None = None
 
-    def report(self, tokens: int, loss: float | None, metrics: dict[str, float]) -> None:
-        """Count one inner step."""
+    def report(self, tokens: int, loss: float | None, metrics: Mapping[str, float]) -> None:
+        """Count one inner step. Figures may be anything ``float()`` takes, such as tensors."""
         self.inner_step += 1
         self.round_steps += 1
-        self.tokens += tokens
-        self.round_tokens += tokens
-        self.loss = loss if loss is not None else self.loss
-        self.metrics.update(metrics)
+        self.tokens += int(tokens)
+        self.round_tokens += int(tokens)
+        if loss is not None:
+            self.loss = float(loss)
+        self.metrics.update({name: float(value) for name, value in metrics.items()})
         self.phase = "training"
+
+    def resume(self, round_: int, step: int, inner_step: int) -> None:
+        """Begin in the middle of a run."""
+        self.round, self.step, self.inner_step = round_, step, inner_step
+        self.waiting_for = []
+        self.mark_round()
 
     def mark_round(self) -> None:
         """End the open round: its token rate is the tokens since the last mark over the time."""

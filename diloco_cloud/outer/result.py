@@ -9,10 +9,11 @@ from safetensors.torch import save
 
 from diloco_cloud.exchange.layout import digest_tensors
 from diloco_cloud.outer.state import FragmentState
-from diloco_cloud.store.base import ObjectStore
+from diloco_cloud.store.base import ObjectStore, check_key
 
 RESULT = "result/"
 WEIGHTS = "model.safetensors"
+MANIFEST = "manifest.json"
 
 
 def global_digest(states: Sequence[FragmentState]) -> str:
@@ -20,15 +21,21 @@ def global_digest(states: Sequence[FragmentState]) -> str:
     return digest_tensors([p for state in states for p in state.parameters])
 
 
-def export(
-    store: ObjectStore,
-    states: Sequence[FragmentState],
-    files: Mapping[str, bytes],
-    *,
-    round_: int,
-    step: int,
-) -> None:
-    """Write ``result/``: the weights, the trainer's files, and last the manifest.
+def add_files(store: ObjectStore, files: Mapping[str, bytes]) -> None:
+    """Put files beside the result that is to come; without a manifest there is no result yet.
+
+    Raises:
+        ValueError: a name is no relative path, or one that the result needs itself.
+    """
+    for name in files:
+        if check_key(name) in (WEIGHTS, MANIFEST):
+            raise ValueError(f"{name} is written by the outer loop")
+    for name, data in files.items():
+        store.put(RESULT + name, data)
+
+
+def export(store: ObjectStore, states: Sequence[FragmentState], *, round_: int, step: int) -> None:
+    """Write the weights, and last the manifest.
 
     Several replicas may do this at once; they write the same bytes.
     """
@@ -39,12 +46,11 @@ def export(
     }
     if tensors:
         store.put(RESULT + WEIGHTS, save(tensors, metadata={"format": "pt"}))
-    for name, data in files.items():
-        store.put(RESULT + name, data)
+    files = sorted(info.key.removeprefix(RESULT) for info in store.list(RESULT))
     manifest = {
         "digest": global_digest(states),
         "round": round_,
         "step": step,
-        "files": sorted([*files, *([WEIGHTS] if tensors else [])]),
+        "files": [name for name in files if name != MANIFEST],
     }
-    store.put(RESULT + "manifest.json", json.dumps(manifest).encode())
+    store.put(RESULT + MANIFEST, json.dumps(manifest).encode())

@@ -4,23 +4,26 @@
     state/<round>/manifest.json             created once, last: without it there is no snapshot
 
 ``<round>`` is the number of decisions the state includes. A snapshot and the rounds after it give
-the state at any later round, so a snapshot is also what lets earlier rounds be deleted.
+the state at any later round, so a snapshot is also what lets earlier rounds be deleted. The newest
+two are kept, with all rounds since the older one: a joiner is never robbed of what it is reading,
+and one that finds the newest snapshot wrong has another to begin from.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from blake3 import blake3
 
 from diloco_cloud.errors import AlreadyExistsError, CorruptError, DilocoError, NotFoundError
-from diloco_cloud.exchange import keys
+from diloco_cloud.exchange import keys, wire
 from diloco_cloud.exchange.commit import Commit
+from diloco_cloud.outer.background import in_background
 from diloco_cloud.outer.state import FragmentState
 from diloco_cloud.store.base import ObjectStore
 
@@ -31,7 +34,13 @@ STATE = "state/"
 
 @dataclass(frozen=True)
 class StoredFragment:
-    """Where a fragment's state is, and how to know it."""
+    """Where a fragment's state is, and how to know it.
+
+    Attributes:
+        object: name of the object in the snapshot's directory.
+        digest: hex BLAKE3 of the object.
+        parameters: hex BLAKE3 of the global parameters in it.
+    """
 
     object: str
     digest: str
@@ -40,36 +49,67 @@ class StoredFragment:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A complete snapshot: decisions and outer steps it includes, and its fragments in order."""
+    """A complete snapshot.
+
+    Attributes:
+        round, step: decisions and outer steps it includes.
+        finished: ranks that had left the run.
+        positions: (rank, inner steps of its data behind it).
+        fragments: in order.
+    """
 
     round: int
     step: int
     finished: tuple[int, ...]
+    positions: tuple[tuple[int, int], ...]
     fragments: tuple[StoredFragment, ...]
 
-    @classmethod
-    def decode(cls, data: bytes) -> Manifest:
-        values: dict[str, Any] = json.loads(data)
-        fragments = tuple(StoredFragment(**f) for f in values["fragments"])
-        return cls(values["round"], values["step"], tuple(values["finished"]), fragments)
+    @property
+    def directory(self) -> str:
+        return f"{STATE}{self.round:08d}/"
 
 
-def manifest_key(round_: int) -> str:
-    return f"{STATE}{round_:08d}/manifest.json"
+def _manifest(values: Any) -> Manifest:
+    def name(value: Any) -> str:
+        if "/" in wire.text(value) or not value:
+            raise ValueError("not a name")
+        return str(value)
+
+    def fragment(values: Any) -> StoredFragment:
+        kinds = {"object": name, "digest": wire.text, "parameters": wire.text}
+        return StoredFragment(**wire.fields(values, kinds))
+
+    kinds: Mapping[str, Callable[[Any], Any]] = {
+        "round": wire.count,
+        "step": wire.count,
+        "finished": wire.many(wire.count),
+        "positions": wire.many(wire.many(wire.count)),
+        "fragments": wire.many(fragment),
+    }
+    manifest = Manifest(**wire.fields(values, kinds))
+    if any(len(pair) != 2 for pair in manifest.positions):
+        raise ValueError("positions are not pairs")
+    return manifest
 
 
-def newest(store: ObjectStore) -> Manifest | None:
-    """The latest complete snapshot, or None."""
+def snapshots(store: ObjectStore) -> list[Manifest]:
+    """The complete snapshots, newest first.
+
+    Raises:
+        CorruptContributionError: a manifest cannot be read.
+    """
+    found: list[Manifest] = []
     for name in sorted(store.list_dirs(STATE), reverse=True):
+        key = f"{STATE}{name}/manifest.json"
         try:
-            return Manifest.decode(store.get(manifest_key(int(name))))
-        except (NotFoundError, ValueError):
-            continue  # Still being written, or not a snapshot.
-    return None
+            found.append(wire.parse(store.get(key), key, _manifest))
+        except NotFoundError:
+            continue  # Still being written, or being deleted.
+    return found
 
 
 def read_fragment(
-    store: ObjectStore, stored: StoredFragment, key: str, names: Sequence[str]
+    store: ObjectStore, manifest: Manifest, index: int, key: str, names: Sequence[str]
 ) -> FragmentState:
     """Fetch one fragment's state.
 
@@ -78,9 +118,10 @@ def read_fragment(
         CorruptError: the bytes are not those the manifest names.
         LayoutMismatchError: the state is of another model.
     """
-    data = store.get(stored.object)
+    stored = manifest.fragments[index]
+    data = store.get(manifest.directory + stored.object)
     if blake3(data).hexdigest() != stored.digest:
-        raise CorruptError(f"{stored.object} is damaged")
+        raise CorruptError(f"{manifest.directory}{stored.object} is damaged")
     return FragmentState.decode(data, key, names)
 
 
@@ -90,19 +131,20 @@ def write(
     *,
     round_: int,
     step: int,
-    finished: Sequence[int],
+    finished: Sequence[int] = (),
+    positions: Sequence[tuple[int, int]] = (),
     writer: str,
 ) -> None:
     """Store a snapshot. Harmless if another writer was faster: the states are the same."""
+    manifest = Manifest(round_, step, tuple(finished), tuple(positions), ())
     stored: list[StoredFragment] = []
     for i, state in enumerate(states):
-        key = f"{STATE}{round_:08d}/{i}.{writer}.safetensors"
-        data = state.encode()
-        store.put(key, data)
-        stored.append(StoredFragment(key, blake3(data).hexdigest(), state.digest))
-    manifest = Manifest(round_, step, tuple(finished), tuple(stored))
+        name, data = f"{i}.{writer}.safetensors", state.encode()
+        store.put(manifest.directory + name, data)
+        stored.append(StoredFragment(name, blake3(data).hexdigest(), state.digest))
+    text = json.dumps({**asdict(manifest), "fragments": [asdict(one) for one in stored]})
     try:
-        store.create(manifest_key(round_), json.dumps(asdict(manifest)).encode())
+        store.create(manifest.directory + "manifest.json", text.encode())
     except AlreadyExistsError:
         logger.info("snapshot of round %d was there already", round_)
 
@@ -112,23 +154,32 @@ class SnapshotWriter:
 
     Args:
         store: the run's prefix.
-        rank, attempt: of this replica.
+        rank: of this replica.
+        writer: this life of this replica, as it appears in keys.
         every: rounds between two snapshots.
     """
 
-    def __init__(self, store: ObjectStore, *, rank: int, attempt: int, every: int) -> None:
+    def __init__(self, store: ObjectStore, *, rank: int, writer: str, every: int) -> None:
         self._store = store
         self._rank = rank
-        self._writer = f"{rank:04d}.{attempt:04d}"
+        self._writer = writer
         self._every = every
-        self._due: tuple[int, int, tuple[int, ...]] | None = None
+        self._due: tuple[Commit, int] | None = None
         self._under_way: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, "diloco-snapshot")
 
     def schedule(self, commit: Commit, step: int) -> None:
-        """Note that the state after ``commit`` is due, if it is and is this replica's to write."""
-        if (commit.round + 1) % self._every == 0 and commit.snapshot_writer == self._rank:
-            self._due = (commit.round + 1, step, commit.finished)
+        """Note that the state after ``commit`` is due, if it is and is this replica's to write.
+
+        Contributors take turns, so that one that cannot write does not keep the others from it.
+        """
+        number, rest = divmod(commit.round + 1, self._every)
+        if rest == 0:
+            elected = commit.contributors[number % len(commit.contributors)]
+            self._due = (commit, step) if elected.rank == self._rank else None
+
+    def forget(self) -> None:
+        """Drop what is due but not begun: the state it was to hold is not there."""
+        self._due = None
 
     def write_due(self, capture: Callable[[], list[FragmentState]]) -> None:
         """Begin to write what is due; ``capture`` copies the state in the calling thread.
@@ -137,7 +188,7 @@ class SnapshotWriter:
         """
         if self._due is None:
             return
-        (round_, step, finished), self._due = self._due, None
+        (commit, step), self._due = self._due, None
         self.flush()
         states = capture()
 
@@ -145,14 +196,15 @@ class SnapshotWriter:
             write(
                 self._store,
                 states,
-                round_=round_,
+                round_=commit.round + 1,
                 step=step,
-                finished=finished,
+                finished=commit.finished,
+                positions=commit.positions,
                 writer=self._writer,
             )
-            collect_garbage(self._store, round_)
+            collect_garbage(self._store)
 
-        self._under_way = self._thread.submit(run)
+        self._under_way = in_background(run, "diloco-snapshot")
 
     def flush(self) -> None:
         """Wait for the snapshot under way. Its failure costs a later joiner time, not the run."""
@@ -163,26 +215,19 @@ class SnapshotWriter:
             except DilocoError as error:
                 logger.warning("a snapshot could not be written: %s", error)
 
-    def close(self) -> None:
-        """Finish what is under way and stop."""
-        self.flush()
-        self._thread.shutdown()
 
-
-def collect_garbage(store: ObjectStore, round_: int) -> None:
-    """Delete what the snapshot of ``round_`` decisions supersedes.
-
-    The last decided round stays, because peers may still be reading it; everyone who contributed
-    to it has read those before. The previous snapshot stays for a joiner that is reading it.
-    """
+def collect_garbage(store: ObjectStore) -> None:
+    """Delete what the newest two snapshots supersede: older snapshots, and rounds before both."""
+    complete = snapshots(store)
+    if len(complete) < 2:
+        return
+    kept = complete[1].round
+    old_states = [f"{STATE}{m.round:08d}/" for m in complete[2:]]
     old_rounds = [
-        name
+        f"{keys.ROUNDS}{name}/"
         for name in store.list_dirs(keys.ROUNDS)
-        if (place := keys.parse_directory(name)) is not None and place[0] < round_ - 1
+        if (number := keys.round_of(name)) is not None and number < kept
     ]
-    snapshots = sorted(name for name in store.list_dirs(STATE) if name.isdigit())
-    old_states = [name for name in snapshots if int(name) < round_][:-1]
-    doomed = [f"{keys.ROUNDS}{name}/" for name in old_rounds]
-    # The manifest sorts after the data; delete it first, so that no snapshot looks whole but isn't.
-    for directory in [*doomed, *(f"{STATE}{name}/" for name in old_states)]:
+    for directory in [*old_rounds, *old_states]:
+        # Backwards, so that "manifest.json" goes before what it names.
         store.delete_many([info.key for info in reversed(store.list(directory))])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from diloco_cloud.errors import LayoutMismatchError
+from diloco_cloud.errors import CorruptError, LayoutMismatchError
 from diloco_cloud.exchange.layout import digest_tensors
 
 #: (load, save) as torchft's DiLoCo registers them.
@@ -20,13 +21,75 @@ _OPTIMIZER = "optimizer."
 
 
 @dataclass(frozen=True)
+class Fragment:
+    """A registered fragment: its state as it lives, not copied.
+
+    Attributes:
+        key: under which torchft registered it.
+        fns: its load and save functions.
+        names: of its parameters, in its order; unique in the run.
+        parameters: the global parameters, on the CPU, in the same order.
+        optimizer: the outer optimizer.
+    """
+
+    key: str
+    fns: StateFns
+    names: tuple[str, ...]
+    parameters: tuple[torch.Tensor, ...]
+    optimizer: torch.optim.Optimizer
+
+    def digest(self) -> str:
+        """Hex BLAKE3 over the global parameters' bytes."""
+        return digest_tensors(self.parameters)
+
+    def capture(self) -> FragmentState:
+        """A copy of the state now."""
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # torchft copies parameters to the host asynchronously
+        optimizer = {
+            f"{index}.{name}": value.detach().cpu().clone()
+            for index, entries in self.optimizer.state_dict()["state"].items()
+            for name, value in entries.items()
+            if isinstance(value, torch.Tensor)
+        }
+        copies = tuple(parameter.detach().clone() for parameter in self.parameters)
+        return FragmentState(self.key, self.names, copies, optimizer)
+
+    def restore(self, state: FragmentState) -> None:
+        """Write ``state`` back.
+
+        Raises:
+            LayoutMismatchError: a parameter has another name, shape or dtype here.
+        """
+        if state.names != self.names:
+            raise LayoutMismatchError("the outer state is of other parameters than the model's")
+        for name, mine, theirs in zip(self.names, self.parameters, state.parameters, strict=True):
+            if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+                raise LayoutMismatchError(
+                    f"parameter {name} is {tuple(mine.shape)} {mine.dtype} here and "
+                    f"{tuple(theirs.shape)} {theirs.dtype} in the run",
+                    fix="Start every replica with the same model, in the same precision.",
+                )
+        load_fn, save_fn = self.fns
+        own_names = save_fn()["original_parameters"]
+        entries: dict[int, dict[str, torch.Tensor]] = {}
+        for place, tensor in state.optimizer.items():
+            index, _, name = place.partition(".")
+            entries.setdefault(int(index), {})[name] = tensor
+        groups = self.optimizer.state_dict()["param_groups"]
+        load_fn(
+            {
+                "original_parameters": dict(zip(own_names, state.parameters, strict=True)),
+                "outer_optimizer": {"state": entries, "param_groups": groups},
+            }
+        )
+
+
+@dataclass(frozen=True)
 class FragmentState:
     """A copy of one fragment's outer state, on the CPU.
 
     Attributes:
-        key: as registered with the manager.
-        names: of the parameters, in the fragment's order.
-        parameters: the global parameters, in the same order.
         optimizer: the outer optimizer's tensors by "<parameter index>.<name>", such as
             "0.momentum_buffer"; empty before the first outer step.
     """
@@ -34,7 +97,7 @@ class FragmentState:
     key: str
     names: tuple[str, ...]
     parameters: tuple[torch.Tensor, ...]
-    optimizer: dict[str, torch.Tensor]
+    optimizer: Mapping[str, torch.Tensor]
 
     @property
     def digest(self) -> str:
@@ -52,9 +115,13 @@ class FragmentState:
         """Rebuild a state whose parameters are called ``names``.
 
         Raises:
+            CorruptError: not a state.
             LayoutMismatchError: the file holds other parameters.
         """
-        tensors = load(data)
+        try:
+            tensors = load(data)
+        except SafetensorError as error:
+            raise CorruptError(f"the stored outer state cannot be read: {error}") from None
         stored = {n.removeprefix(_PARAMETER) for n in tensors if n.startswith(_PARAMETER)}
         if stored != set(names):
             odd = sorted(stored ^ set(names))
@@ -72,45 +139,3 @@ class FragmentState:
                 if name.startswith(_OPTIMIZER)
             },
         )
-
-
-def capture(key: str, saved: dict[str, Any], names: Sequence[str] | None) -> FragmentState:
-    """Copy what a fragment's save function returned; it hands out live references."""
-    parameters: dict[str, torch.Tensor] = saved["original_parameters"]
-    optimizer = {
-        f"{index}.{name}": value.detach().cpu().clone()
-        for index, entries in saved["outer_optimizer"]["state"].items()
-        for name, value in entries.items()
-        if isinstance(value, torch.Tensor)
-    }
-    copies = tuple(p.detach().cpu().clone() for p in parameters.values())
-    return FragmentState(key, tuple(names or parameters), copies, optimizer)
-
-
-def restore(state: FragmentState, fns: StateFns) -> None:
-    """Write ``state`` back through a fragment's load function.
-
-    Raises:
-        LayoutMismatchError: a parameter has another shape or dtype here.
-    """
-    load_fn, save_fn = fns
-    saved = save_fn()
-    here: dict[str, torch.Tensor] = saved["original_parameters"]
-    for name, mine, theirs in zip(state.names, here.values(), state.parameters, strict=True):
-        if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
-            raise LayoutMismatchError(
-                f"parameter {name} is {tuple(mine.shape)} {mine.dtype} here and "
-                f"{tuple(theirs.shape)} {theirs.dtype} in the run",
-                fix="Start every replica with the same model, in the same precision.",
-            )
-    entries: dict[int, dict[str, torch.Tensor]] = {}
-    for place, tensor in state.optimizer.items():
-        index, _, name = place.partition(".")
-        entries.setdefault(int(index), {})[name] = tensor
-    groups = saved["outer_optimizer"]["param_groups"]
-    load_fn(
-        {
-            "original_parameters": dict(zip(here, state.parameters, strict=True)),
-            "outer_optimizer": {"state": entries, "param_groups": groups},
-        }
-    )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 
 import torch
 
 from diloco_cloud.exchange.rounds import RoundResult
+from diloco_cloud.outer.background import in_background
 from diloco_cloud.outer.work import _ImmediateWork
 
 
@@ -16,8 +17,7 @@ class Sync:
     """Collects tensors, sends them once, and writes the agreed means back into them.
 
     Args:
-        exchange: runs a round with the collected tensors on the host; called in ``background``.
-        background: where it runs. It touches host memory only.
+        exchange: runs a round with the collected tensors on the host, in a thread of its own.
 
     Attributes:
         result: what the round came to; None before, and after an error.
@@ -27,11 +27,8 @@ class Sync:
         seconds_exchange: time the exchange took.
     """
 
-    def __init__(
-        self, exchange: Callable[[list[torch.Tensor]], RoundResult], background: Executor
-    ) -> None:
+    def __init__(self, exchange: Callable[[list[torch.Tensor]], RoundResult]) -> None:
         self._exchange = exchange
-        self._background = background
         self._tensors: list[torch.Tensor] = []
         self._host: list[torch.Tensor] = []
         self._under_way: Future[RoundResult] | None = None
@@ -57,7 +54,7 @@ class Sync:
     def send(self) -> None:
         """Begin the round, once."""
         if self._under_way is None:
-            self._under_way = self._background.submit(self._run)
+            self._under_way = in_background(self._run, "diloco-exchange")
 
     def deliver(self) -> None:
         """Wait for the round and write the means into the tensors, once."""

@@ -6,79 +6,19 @@ one JSON object per line, and ``diloco-cloud logs`` needs nothing but the store.
 
 from __future__ import annotations
 
+import contextlib
 import io
-import json
 import logging
 import sys
 import threading
-import time
-import traceback
-from typing import Any, TextIO
+from typing import TextIO
 
-from diloco_cloud.errors import DilocoError
-from diloco_cloud.run import keys
+from diloco_cloud.replica.lines import JsonLines, LineStream
+from diloco_cloud.replica.shipper import LogShipper
 from diloco_cloud.store.base import ObjectStore
 
-#: A chunk is sent when this much is waiting, whatever the time.
-CHUNK_CHARACTERS = 256 * 1024
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object per record: ts (s since the epoch), level, rank, attempt, logger, message."""
-
-    def __init__(self, rank: int, attempt: int) -> None:
-        super().__init__()
-        self._identity = {"rank": rank, "attempt": attempt}
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "ts": round(record.created, 3),
-            "level": record.levelname,
-            **self._identity,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["traceback"] = "".join(traceback.format_exception(*record.exc_info))
-        return json.dumps(line)
-
-
-class LogShipper(logging.Handler):
-    """Collects formatted lines; :meth:`ship` writes them to the prefix as a new object."""
-
-    def __init__(self, store: ObjectStore, rank: int, attempt: int) -> None:
-        super().__init__()
-        self._store = store
-        self._place = (rank, attempt)
-        self._lines: list[str] = []
-        self._size = 0
-        self._sequence = 0
-        self.full = threading.Event()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        line = self.format(record)
-        self._lines.append(line)
-        self._size += len(line)
-        if self._size >= CHUNK_CHARACTERS:
-            self.full.set()
-
-    def ship(self) -> None:
-        """Store what has been collected. On failure it is kept for the next time."""
-        self.acquire()
-        try:
-            lines, size = self._lines, self._size
-            self._lines, self._size = [], 0
-        finally:
-            self.release()
-        self.full.clear()
-        if not lines:
-            return
-        try:
-            data = ("\n".join(lines) + "\n").encode()
-            self._store.put(keys.log_chunk(*self._place, self._sequence), data)
-            self._sequence += 1
-        except DilocoError:
-            self._lines, self._size = lines + self._lines, size + self._size
+#: Seconds that the end of a replica waits for a shipment under way.
+LAST_SHIPMENT_S = 5.0
 
 
 class PrintLogger(io.TextIOBase):
@@ -87,6 +27,7 @@ class PrintLogger(io.TextIOBase):
     def __init__(self, logger: logging.Logger, level: int, original: TextIO) -> None:
         self._logger, self._level, self._original = logger, level, original
         self._line = ""
+        self._logging = threading.local()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -99,15 +40,25 @@ class PrintLogger(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
+        if getattr(self._logging, "now", False):
+            # A handler of somebody else's reports here that it failed: logging that would call it
+            # again.
+            with contextlib.suppress(OSError, ValueError):
+                self._original.write(text)
+            return len(text)
+        self._logging.now = True
+        try:
+            self._write(text)
+        finally:
+            self._logging.now = False
+        return len(text)
+
+    def _write(self, text: str) -> None:
         # A progress bar redraws its line after a carriage return; only its last state is logged.
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
             if line.strip():
                 self._logger.log(self._level, "%s", line.rpartition("\r")[2])
-        return len(text)
-
-    def flush(self) -> None:
-        self._original.flush()
 
 
 class ReplicaLogging:
@@ -119,7 +70,7 @@ class ReplicaLogging:
 
     def __init__(self, store: ObjectStore, rank: int, attempt: int) -> None:
         self.shipper = LogShipper(store, rank, attempt)
-        self._stream = logging.StreamHandler(sys.stdout)
+        self._stream = LineStream(sys.stdout)
         for handler in (self.shipper, self._stream):
             handler.setFormatter(JsonLines(rank, attempt))
         self._saved: tuple[TextIO, TextIO, int] | None = None
@@ -146,9 +97,5 @@ class ReplicaLogging:
         root.removeHandler(self.shipper)
         root.removeHandler(self._stream)
         logging.captureWarnings(False)
-        self.shipper.ship()
-
-
-def timestamp() -> float:
-    """Seconds since the epoch by the local clock; for people to read, never for deadlines."""
-    return round(time.time(), 3)
+        self._stream.settle()
+        self.shipper.ship(wait_s=LAST_SHIPMENT_S)

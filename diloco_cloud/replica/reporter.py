@@ -10,13 +10,15 @@ import platform
 import queue
 import socket
 import threading
-import traceback
+import time
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from diloco_cloud.errors import AlreadyExistsError, DilocoError
 from diloco_cloud.replica.identity import Identity
-from diloco_cloud.replica.logs import LogShipper, timestamp
+from diloco_cloud.replica.outcome import Outcome, timestamp
+from diloco_cloud.replica.shipper import LogShipper
 from diloco_cloud.run import keys
 from diloco_cloud.store.base import ObjectStore
 
@@ -27,19 +29,22 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 5.0
 LOG_S = 2.0
+#: Seconds that the end of a replica waits for a request of the reporter's that is under way.
+JOIN_S = 5.0
 
 
 class Reporter:
     """Writes what the run's readers see of this replica, from a thread of its own.
 
-    A store that fails here costs visibility, never the training: failures are logged and the next
-    beat tries again.
+    What fails here costs visibility, never the training: failures are logged and the next beat
+    tries again.
 
     Args:
         store: the run's prefix.
         identity: of this replica.
         logs: the shipper whose lines are sent along.
         heartbeat_s: seconds between two beats.
+        now: seconds, monotonic.
     """
 
     def __init__(
@@ -49,21 +54,22 @@ class Reporter:
         logs: LogShipper,
         *,
         heartbeat_s: float = HEARTBEAT_S,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._identity = identity
         self._logs = logs
         self._heartbeat_s = heartbeat_s
+        self._now = now
         self._progress: Progress | None = None
-        self._state = "starting"
+        self._ended: str | None = None
         self._metrics: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="diloco-reporter", daemon=True)
         self._versions = _versions()
 
     def start(self) -> None:
-        """Send the first beat and begin the regular ones."""
-        self._beat()
+        """Begin to report; the first beat is sent at once."""
         self._thread.start()
 
     def follow(self, progress: Progress) -> None:
@@ -75,53 +81,44 @@ class Reporter:
         place = (self._identity.rank, self._identity.attempt)
         self._metrics.put((keys.metrics(*place, report.round), _metrics(report)))
 
-    def end(
-        self,
-        state: str,
-        *,
-        result: Any = None,
-        digest: str | None = None,
-        error: BaseException | None = None,
-        exit_code: int = 0,
-        reason: str | None = None,
-    ) -> None:
-        """Stop reporting and record how this life ended."""
+    def record(self, outcome: Outcome) -> None:
+        """Record how this life ended; the first record stands. May be called from any thread."""
+        self._ended = outcome.state
+        key = keys.outcome(self._identity.rank, self._identity.attempt)
+        with self._survive("outcome"), contextlib.suppress(AlreadyExistsError):
+            self._store.create(key, json.dumps(outcome.to_json(self._identity)).encode())
+
+    def close(self, *, join_s: float = JOIN_S) -> None:
+        """Stop reporting; send what is left and a last beat.
+
+        Args:
+            join_s: seconds to wait for a request that is under way; it is then left to itself.
+        """
         self._stop.set()
         self._logs.full.set()
         if self._thread.is_alive():
-            self._thread.join()
-        self._state = state
-        self._progress_state = None
-        outcome = {
-            "rank": self._identity.rank,
-            "attempt": self._identity.attempt,
-            "state": state,
-            "exit_code": exit_code,
-            "reason": reason,
-            "error": None if error is None else _one_line(error),
-            "traceback": None if error is None else "".join(traceback.format_exception(error)),
-            "result": _as_json(result),
-            "digest": digest,
-            "ended_at": timestamp(),
-        }
-        with self._survive("outcome"), contextlib.suppress(AlreadyExistsError):
-            key = keys.outcome(self._identity.rank, self._identity.attempt)
-            self._store.create(key, json.dumps(outcome).encode())
-        self._drain()
+            self._thread.join(join_s)
+        self._drain(join_s)
         self._beat()
 
+    def end(self, outcome: Outcome, *, join_s: float = JOIN_S) -> None:
+        """Record ``outcome`` and stop. The record comes first: a stuck request can't delay it."""
+        self.record(outcome)
+        self.close(join_s=join_s)
+
     def _run(self) -> None:
-        waited = self._heartbeat_s
-        while not self._stop.is_set():
-            if waited >= self._heartbeat_s:
-                waited = 0.0
+        due = self._now()
+        while True:
+            if self._now() >= due:
+                due = self._now() + self._heartbeat_s
                 self._beat()
             self._drain()
+            if self._stop.is_set():  # Looked at after drain(), which takes back the call to wake.
+                return
             self._logs.full.wait(LOG_S)
-            waited += LOG_S
 
-    def _drain(self) -> None:
-        self._logs.ship()
+    def _drain(self, wait_s: float = JOIN_S) -> None:
+        self._logs.ship(wait_s=wait_s)
         while True:
             try:
                 key, figures = self._metrics.get_nowait()
@@ -131,28 +128,28 @@ class Reporter:
                 self._store.put(key, json.dumps(figures).encode())
 
     def _beat(self) -> None:
-        beat: dict[str, Any] = {"state": self._state}
-        if self._progress is not None:
-            beat = {**self._progress.snapshot()}
-            if self._stop.is_set():
-                beat["state"] = self._state
-        beat |= {
-            "rank": self._identity.rank,
-            "attempt": self._identity.attempt,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "time": timestamp(),
-            "versions": self._versions,
-        }
         with self._survive("heartbeat"):
+            beat = {"state": "starting"} if self._progress is None else self._progress.snapshot()
+            if self._ended is not None:
+                beat["state"] = self._ended
+            beat |= {
+                "rank": self._identity.rank,
+                "attempt": self._identity.attempt,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "time": timestamp(),
+                "versions": self._versions,
+            }
             self._store.put(keys.alive(self._identity.rank), json.dumps(beat).encode())
 
     @contextlib.contextmanager
-    def _survive(self, what: str) -> Any:
+    def _survive(self, what: str) -> Iterator[None]:
         try:
             yield
         except DilocoError as error:
             logger.warning("the %s could not be written: %s", what, error)
+        except Exception:  # such as a figure that JSON cannot hold
+            logger.warning("the %s could not be written", what, exc_info=True)
 
 
 def _metrics(report: RoundReport) -> dict[str, Any]:
@@ -184,19 +181,3 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
-
-
-def _one_line(error: BaseException) -> str:
-    text = error.message if isinstance(error, DilocoError) else str(error)
-    return (
-        f"{type(error).__name__}: {text.strip().splitlines()[0]}" if text.strip() else repr(error)
-    )
-
-
-def _as_json(value: Any) -> Any:
-    """``value`` if JSON can hold it, else its representation."""
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return repr(value)
-    return value

@@ -36,9 +36,9 @@ class Usage:
 class MeteredStore:
     """Passes every call on to ``inner`` and counts it. Children share the count."""
 
-    def __init__(self, inner: ObjectStore) -> None:
+    def __init__(self, inner: ObjectStore, meter: _Meter | None = None) -> None:
         self._inner = inner
-        self._meter = _Meter()
+        self._meter = _Meter() if meter is None else meter
 
     @property
     def uri(self) -> str:
@@ -91,9 +91,7 @@ class MeteredStore:
         self._inner.delete_many(keys)
 
     def child(self, path: str) -> MeteredStore:
-        child = MeteredStore(self._inner.child(path))
-        child._meter = self._meter
-        return child
+        return MeteredStore(self._inner.child(path), self._meter)
 
 
 class _Meter:

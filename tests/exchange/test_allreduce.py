@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ import torch
 
 from diloco_cloud.errors import (
     CorruptContributionError,
+    DeniedError,
     ExchangeError,
     LayoutMismatchError,
     RoundTimeoutError,
@@ -20,8 +25,11 @@ from diloco_cloud.errors import (
 from diloco_cloud.exchange import keys
 from diloco_cloud.exchange.agreement import Clock
 from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
-from diloco_cloud.exchange.contribution import header_size
+from diloco_cloud.exchange.contribution import checksums, decode, header_size
+from diloco_cloud.exchange.layout import byte_view
 from diloco_cloud.store import open_store
+from diloco_cloud.store.base import Data, buffers
+from diloco_cloud.store.memory import MemoryStore
 
 
 @pytest.fixture
@@ -119,13 +127,25 @@ def test_missing_peer_is_a_timeout_that_names_it(uri: str) -> None:
     assert issubclass(RoundTimeoutError, TimeoutError)
 
 
+@pytest.mark.parametrize(("begun", "waited"), [([], 500), ([1], 500), ([1, 2], 30)])
+def test_first_round_waits_longer_for_replicas_that_have_not_begun(
+    uri: str, begun: list[int], waited: int
+) -> None:
+    time = [0.0]
+    clock = Clock(now=lambda: time[0], sleep=lambda s: time.__setitem__(0, time[0] + s))
+    store = door(uri, 0, 3, clock=clock, join_timeout_s=500.0)
+    store.exchange.begun = lambda ranks: set(ranks) <= set(begun)
+    with pytest.raises(RoundTimeoutError, match=f"within {waited} s"):
+        store.allreduce(torch.ones(2))
+
+
 def test_waiting_costs_few_requests(uri: str) -> None:
     time = [0.0]
     clock = Clock(now=lambda: time[0], sleep=lambda s: time.__setitem__(0, time[0] + s))
     store = door(uri, 0, 2, clock=clock, timeout_s=600.0, poll_interval_s=5.0)
     with pytest.raises(RoundTimeoutError):
         store.allreduce(torch.ones(2))
-    assert store.store.usage.requests["list"] < 600 / 5 + 100
+    assert store.usage.requests["list"] < 600 / 5 + 100
 
 
 @pytest.mark.parametrize("other", [torch.ones(5), torch.ones(4).half(), torch.ones(2, 2)])
@@ -162,7 +182,7 @@ def test_requests_do_not_grow_with_the_number_of_tensors(uri: str) -> None:
         def work(rank: int) -> int:
             store = door(f"{uri}/{name}", rank, 3)
             store.allreduce([torch.ones(8) for _ in range(tensors)])
-            counts = store.store.usage.requests
+            counts = store.usage.requests
             # Looking out for peers depends on who is faster, not on the tensors.
             return sum(counts.values()) - counts["list"] - counts["get"]
 
@@ -173,11 +193,128 @@ def test_requests_do_not_grow_with_the_number_of_tensors(uri: str) -> None:
     assert sum(many) <= sum(one) + 2
 
 
-def test_a_second_run_in_the_same_prefix_is_refused(uri: str) -> None:
-    on_ranks(2, lambda rank: door(uri, rank, 2).allreduce(torch.ones(3)))
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_second_run_in_the_same_prefix_is_refused(uri: str, rounds: int, attempt: int) -> None:
+    def work(rank: int) -> None:
+        store = door(uri, rank, 2)
+        for _ in range(rounds):
+            store.allreduce(torch.ones(3))
+
+    on_ranks(2, work)
     for rank in range(2):
-        with pytest.raises(ExchangeError, match="round 0 is already decided"):
-            door(uri, rank, 2).allreduce(torch.zeros(3))
+        tensor = torch.zeros(3)
+        with pytest.raises(ExchangeError, match=r"already decided|holds rounds of another run"):
+            door(uri, rank, 2, attempt=attempt).allreduce(tensor)
+        assert torch.equal(tensor, torch.zeros(3))
+
+
+def test_a_run_can_be_continued_at_its_next_round(uri: str) -> None:
+    on_ranks(2, lambda rank: door(uri, rank, 2).allreduce(torch.ones(3)))
+    on_ranks(2, lambda rank: door(uri, rank, 2, round_id=1).allreduce(torch.ones(3)))
+    with pytest.raises(ExchangeError, match="holds rounds of another run"):
+        door(uri, 0, 2, round_id=0).allreduce(torch.ones(3))
+
+
+def test_nan_everywhere_is_an_error_and_the_next_round_works(uri: str) -> None:
+    def work(rank: int) -> torch.Tensor:
+        store = door(uri, rank, 2)
+        with pytest.raises(ExchangeError, match="nothing to average"):
+            store.allreduce(torch.full((2,), float("nan")))
+        return store.allreduce(torch.full((2,), float(rank)))
+
+    for result in on_ranks(2, work):
+        assert torch.equal(result, torch.full((2,), 0.5))
+
+
+def test_a_mean_that_overflows_is_applied_by_nobody(uri: str) -> None:
+    def work(rank: int) -> torch.Tensor:
+        tensor = torch.full((2,), 3e38)
+        with pytest.raises(ExchangeError, match="the mean has NaN or infinite values"):
+            door(uri, rank, 2).allreduce(tensor)
+        return tensor
+
+    for result in on_ranks(2, work):
+        assert torch.equal(result, torch.full((2,), 3e38))
+
+
+def test_an_expanded_tensor_is_refused_before_anything_is_sent(uri: str) -> None:
+    with pytest.raises(ValueError, match="clone"):
+        door(uri, 0, 2).allreduce(torch.ones(1).expand(4))
+    assert open_store(uri).list() == []
+
+
+def test_rounds_that_cannot_be_deleted_do_not_stop_the_run(uri: str) -> None:
+    class NoDelete(MemoryStore):
+        def delete_many(self, keys: Iterable[str]) -> None:
+            raise DeniedError("deleting is not allowed")
+
+    def work(rank: int) -> int:
+        store = door(uri, rank, 2, store=NoDelete(uri))
+        for _ in range(3):
+            store.allreduce(torch.ones(2))
+        return store.round_id
+
+    assert on_ranks(2, work) == [3, 3]
+
+
+def test_other_objects_among_the_rounds_are_ignored(uri: str) -> None:
+    store = open_store(uri)
+    for key in ("put/²²²².0000", "put/0001", "note", "put/0001.0000/x", "leave/9999.0000"):
+        store.put(keys.directory(0, 0) + key, b"junk")
+    results = on_ranks(2, lambda r: door(uri, r, 2).allreduce(torch.full((2,), float(r))))
+    assert all(torch.equal(result, torch.full((2,), 0.5)) for result in results)
+
+
+def test_owner_of_a_shard_uses_the_sum_that_is_stored(uri: str) -> None:
+    """Whoever wrote it first: it is what all others read."""
+
+    class Altered(MemoryStore):
+        def create(self, key: str, data: Data) -> None:
+            if "/sum/0000" in key:
+                header, body = buffers(data)
+                values = torch.frombuffer(bytearray(body), dtype=torch.float32) + 1
+                sums = checksums([byte_view(values)], 64)
+                forged = replace(decode(bytes(header), key), checksums=sums)
+                MemoryStore(uri).create(key, [forged.encode(), byte_view(values)])
+            super().create(key, data)
+
+    def work(rank: int) -> torch.Tensor:
+        store = door(uri, rank, 3, reduction="sharded", store=Altered(uri))
+        store.exchange.chunk_bytes = 64
+        return store.allreduce(torch.full((300,), float(rank)))
+
+    results = on_ranks(3, work)
+    assert torch.equal(results[0][:64], torch.full((64,), 2.0))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_a_weighted_mean_has_the_same_bits_on_every_kind_of_cpu() -> None:
+    code = """
+import numpy, torch
+from concurrent.futures import ThreadPoolExecutor
+from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
+from diloco_cloud.exchange.layout import digest_tensors
+def work(rank):
+    store = ObjectStoreAllReduce("memory://cpu", rank, 3, poll_interval_s=0.02)
+    data = torch.from_numpy(numpy.random.default_rng(rank).standard_normal(10_000, "f"))
+    return store.exchange.exchange(0, 0, [data], tokens=10 + 3 * rank).tensors
+with ThreadPoolExecutor(3) as pool:
+    print({digest_tensors(tensors) for tensors in pool.map(work, range(3))})
+"""
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "ATEN_CPU_CAPABILITY": capability},
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        ).stdout
+        for capability in ("default", "avx2")
+    }
+    assert len(printed) == 1
+    assert printed.pop().count("'") == 2
 
 
 def test_a_restart_before_the_decision_uses_what_it_had_written(uri: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -75,10 +76,31 @@ def test_nothing_usable_is_discarded_with_the_reasons() -> None:
     assert "replica 1: has NaN" in commit.reason
 
 
-def test_a_leave_is_remembered_and_not_averaged() -> None:
-    commit = decision(header(0), header(1, kind="leave", nbytes=0, layout=""), finished=(3,))
+def test_a_leave_is_remembered() -> None:
+    commit = decision(header(0), leaving=[1], finished=(3,))
     assert commit.finished == (1, 3)
     assert [c.rank for c in commit.contributors] == [0]
+
+
+def test_a_tie_over_the_base_settles_nothing() -> None:
+    commit = decision(header(0, base="A"), header(1, base="B"))
+    assert commit.decision == "discard"
+    assert [e.rank for e in commit.excluded] == [0, 1]
+
+
+def test_everyones_position_is_kept_also_of_those_left_out() -> None:
+    commit = decision(header(0, position=30), header(1, position=20, finite=False))
+    assert commit.positions == ((0, 30), (1, 20))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"codec": "zip"}, "encoded as 'zip'"), ({"chunk_bytes": 64}, "in chunks of 64 bytes")],
+)
+def test_what_cannot_be_read_is_left_out(change: dict[str, object], reason: str) -> None:
+    commit = decision(header(0), header(1, **change))
+    assert [c.rank for c in commit.contributors] == [0]
+    assert reason in commit.excluded[0].reason
 
 
 @pytest.mark.parametrize(
@@ -106,7 +128,40 @@ def test_commit_round_trips() -> None:
     assert Commit.decode(commit.encode()).digest == commit.digest
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"round": 1}', b'{"contributors": 3}'])
+GOOD = json.loads(decision(header(0), header(1)).encode())
+CONTRIBUTOR = GOOD["contributors"][0]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"3",
+        b'{"round": 1}',
+        b"[" * 100_000,
+        *(
+            json.dumps(GOOD | change).encode()
+            for change in (
+                {"contributors": 3},
+                {"contributors": []},
+                {"decision": "maybe"},
+                {"chunk_bytes": 0},
+                {"chunk_bytes": 12},
+                {"chunk_bytes": "z"},
+                {"plan": "sharded", "shards": 9},
+                {"plan": "sharded", "shards": 0},
+                {"nbytes": 10**400},
+                {"round": -1},
+                {"positions": [[1]]},
+                {"contributors": [CONTRIBUTOR | {"weight": 0}]},
+                {"contributors": [CONTRIBUTOR | {"weight": float("nan")}]},
+                {"contributors": [CONTRIBUTOR | {"rank": True}]},
+            )
+        ),
+    ],
+)
 def test_commit_refuses_what_is_not_one(data: bytes) -> None:
     with pytest.raises(CorruptContributionError):
         Commit.decode(data)

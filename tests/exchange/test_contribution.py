@@ -57,6 +57,9 @@ def test_verify_finds_the_damaged_chunk() -> None:
     [
         {"nbytes": -1},
         {"nbytes": 10**12},
+        {"nbytes": 10**400},
+        {"tokens": 10**50},
+        {"chunk_bytes": 12},
         {"nbytes": "9"},
         {"rank": True},
         {"chunk_bytes": 0},
@@ -72,10 +75,28 @@ def test_decode_refuses_fields_that_cannot_be(change: dict[str, object]) -> None
         decode(data, "k")
 
 
-@given(st.binary(max_size=4096))
-def test_decode_of_any_bytes_is_a_header_or_one_error(data: bytes) -> None:
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text('a0"\\é', max_size=8),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(asdict(HEADER))), JSON, max_size=4))
+def test_decode_of_any_fields_is_a_header_or_one_error(changes: dict[str, object]) -> None:
+    text = json.dumps(asdict(HEADER) | changes).encode()
+    try:
+        header = decode((MAGIC + len(text).to_bytes(4, "little") + text).ljust(HEADER.size), "k")
+    except CorruptContributionError:
+        return
+    assert 0 <= header.nbytes <= 2**53
+    assert header.chunk_bytes >= 64
+
+
+@given(st.binary(max_size=200))
+def test_decode_of_any_json_bytes_is_one_error(data: bytes) -> None:
     with pytest.raises(CorruptContributionError):
-        decode(data, "k")
+        decode((MAGIC + len(data).to_bytes(4, "little") + data).ljust(HEADER.size), "k")
 
 
 @given(st.integers(0, HEADER.size - 1), st.integers(0, 255))

@@ -76,7 +76,7 @@ def test_a_bare_module_is_one_fragment() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     mine = manager()
     make_diloco_outer_loop(mine, net, sgd(net))
-    assert mine.fragments == 1
+    assert len(mine.fragments) == 1
 
 
 def test_running_statistics_are_pointed_out() -> None:
@@ -121,6 +121,13 @@ def test_manager_has_torchfts_shape() -> None:
     with pytest.raises(AssertionError):
         mine.register_state_dict_fn("k", lambda _: None, dict)
     assert mine.wait_quorum() is None
+
+
+def test_manager_accepts_what_newer_torchfts_may_pass() -> None:
+    mine = manager()
+    mine.start_quorum()
+    assert mine.allreduce(torch.ones(1), should_quantize=False, reduce_op="avg").wait()
+    assert mine.should_commit()
 
 
 def test_manager_refuses_what_it_would_have_to_ignore() -> None:

@@ -143,7 +143,8 @@ def test_a_replica_killed_after_contributing_is_not_waited_for_twice(uri: str) -
     outer.__enter__()
     for t in range(5):
         inner_step(job, dead.model, dead.opt, 0, t)
-    dead.manager.store.exchange.stop()  # contributes, then gives up waiting
+    door = dead.manager.store
+    door.exchange.waiting_for = lambda _missing: door.exchange.interrupt()  # contributes, gives up
     with pytest.raises(ExchangeError, match="given up"):
         inner_step(job, dead.model, dead.opt, 0, 5)
     digests = together(
@@ -156,8 +157,9 @@ def test_a_replica_killed_after_contributing_is_not_waited_for_twice(uri: str) -
 def test_the_prefix_holds_a_bounded_number_of_rounds(uri: str, job: Job) -> None:
     together(lambda r: r.train(240, leave=True), fleet(uri, job, snapshot_every=3))
     store = open_store(uri)
-    assert len(store.list_dirs("rounds/")) <= 3 + 3
-    assert len(store.list_dirs("state/")) <= 2
+    # Two intervals of snapshots, the open one, and the rounds of the final sync.
+    assert len(store.list_dirs("rounds/")) <= 3 * 3 + job.fragments
+    assert len(store.list_dirs("state/")) <= 3
 
 
 def test_initial_parameters_are_fetched_only_where_they_differ(uri: str) -> None:
@@ -191,7 +193,10 @@ def test_the_result_is_exported_once_everybody_has_left(uri: str) -> None:
     job = Job(fragments=3)
     replicas = fleet(uri, job)
     replicas[0].manager.save_result({"config.json": b"{}"})
-    replicas[1].manager.save_result({"config.json": b"{}"})
+    with pytest.raises(ValueError, match="not an object key"):
+        replicas[0].manager.save_result({"../escape": b""})
+    with pytest.raises(ValueError, match="written by the outer loop"):
+        replicas[0].manager.save_result({"manifest.json": b""})
     digests = together(lambda r: r.train(24, leave=True), replicas)
     store = open_store(uri)
     manifest = store.get("result/manifest.json").decode()
@@ -212,7 +217,7 @@ def test_another_model_is_refused_when_joining(uri: str) -> None:
     other.opt = inner_optimizer(other.model)
     with pytest.raises(LayoutMismatchError, match=r"a\.weight is \(31, 8\)"):
         other.outer()
-    with pytest.raises(LayoutMismatchError, match="1 fragments and this replica 3"):
+    with pytest.raises(LayoutMismatchError, match="1 fragments, this replica 3"):
         Replica(uri, 1, Job(fragments=3)).outer()
 
 
@@ -239,7 +244,7 @@ def test_a_drifted_replica_is_told_and_never_averaged(uri: str) -> None:
     replicas = fleet(uri, job)
     with ThreadPoolExecutor(3) as pool:
         futures = [pool.submit(run, r) for r in replicas]
-        with pytest.raises(DriftError, match="replica 1 was taken against other global"):
+        with pytest.raises(DriftError, match="replica 1's work was taken against other global"):
             futures[1].result(timeout=60)
         assert futures[0].result(timeout=60) == futures[2].result(timeout=60)
 

@@ -49,12 +49,12 @@ def test_a_sync_is_one_object_and_as_many_requests_whatever_the_tensors(
         model = models[rank]
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
         outer = make_diloco_outer_loop(manager, [model], opt, sync_every=1)
-        before = door.store.usage
+        before = door.usage
         with outer:
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             opt.step()
-        used = (door.store.usage - before).requests
+        used = (door.usage - before).requests
         manager.shutdown()
         return used
 

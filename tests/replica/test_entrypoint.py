@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from diloco_cloud import replica_entrypoint
-from diloco_cloud.errors import ConfigError, TrainerImportError
+from diloco_cloud.errors import ConfigError
 from diloco_cloud.replica_entrypoint import main
 from diloco_cloud.run import keys
 from diloco_cloud.run.spec import RunSpec
@@ -59,6 +59,12 @@ def read(uri: str, key: str) -> dict[str, Any]:
     return values
 
 
+def logged(uri: str) -> list[dict[str, Any]]:
+    store = open_store(uri)
+    chunks = [store.get(info.key).decode() for info in store.list("logs/0000.0000/")]
+    return [json.loads(line) for line in "".join(chunks).splitlines()]
+
+
 def test_main_calls_the_trainer_and_returns_its_result(uri: str) -> None:
     assert main(uri, 2, HERE, "echo", {"lr": 0.1}) == {
         "rank": 0,
@@ -80,14 +86,6 @@ def test_main_with_a_rank_outside_the_world_is_a_value_error(
     monkeypatch.setenv("REPLICA_RANK", "2")
     with pytest.raises(ValueError, match=r"outside \[0, 2\)"):
         main(uri, 2, HERE, "echo")
-
-
-@pytest.mark.parametrize(
-    ("module", "function"), [("no_such_module", "train"), (HERE, "nope"), (HERE, "not_callable")]
-)
-def test_main_says_which_trainer_cannot_be_had(uri: str, module: str, function: str) -> None:
-    with pytest.raises(TrainerImportError, match=f"{module}:{function}"):
-        main(uri, 1, module, function)
 
 
 def test_main_needs_a_spec_or_a_trainer(uri: str) -> None:
@@ -144,6 +142,46 @@ def test_failure_is_recorded_and_raised(uri: str, launched: Launch) -> None:
     assert "trainers_for_tests.py" in outcome["traceback"]
 
 
+def test_usage_error_of_a_trainer_is_logged_without_a_traceback(uri: str, launched: Launch) -> None:
+    with pytest.raises(ConfigError):
+        main(uri, spec_hash=launched("misused"))
+    assert "in misused" in read(uri, keys.outcome(0, 0))["traceback"]
+    (line,) = (line for line in logged(uri) if line["level"] == "ERROR")
+    assert line["message"] == "failed: no data there\n  Name another folder."
+    assert "traceback" not in line
+
+
+@pytest.mark.parametrize("code", [None, 0])
+def test_trainer_that_exits_with_0_has_succeeded(
+    uri: str, launched: Launch, code: int | None
+) -> None:
+    assert main(uri, spec_hash=launched("leave", trainer_args={"code": code})) is None
+    outcome = read(uri, keys.outcome(0, 0))
+    assert (outcome["state"], outcome["exit_code"], outcome["error"]) == ("succeeded", 0, None)
+    assert read(uri, keys.alive(0))["state"] == "succeeded"
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "error"),
+    [(3, 3, "SystemExit: 3"), (-1, 255, "SystemExit: -1"), ("no data", 1, "SystemExit: no data")],
+)
+def test_trainer_that_exits_otherwise_has_failed(
+    uri: str, launched: Launch, code: int | str, exit_code: int, error: str
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(uri, spec_hash=launched("leave", trainer_args={"code": code}))
+    assert raised.value.code == code
+    outcome = read(uri, keys.outcome(0, 0))
+    assert (outcome["state"], outcome["exit_code"]) == ("failed", exit_code)
+    assert outcome["error"] == error
+
+
+def test_result_that_json_cannot_hold_is_still_a_success(uri: str, launched: Launch) -> None:
+    main(uri, spec_hash=launched("odd_result"))
+    outcome = read(uri, keys.outcome(0, 0))
+    assert (outcome["state"], outcome["result"]) == ("succeeded", "<Unspeakable>")
+
+
 def test_attempts_leave_records_of_their_own(
     uri: str, launched: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,9 +201,7 @@ def test_everything_said_becomes_json_lines_in_the_prefix(
     main(uri, spec_hash=launched("talk"))
     assert sys.stdout is out
     assert logging.getLogger().level == level
-    store = open_store(uri)
-    chunks = [store.get(info.key).decode() for info in store.list("logs/0000.0000/")]
-    lines = [json.loads(line) for line in "".join(chunks).splitlines()]
+    lines = logged(uri)
     said = {(line["logger"], line["level"]): line["message"] for line in lines}
     assert said["stdout", "INFO"] == "printed"
     assert said["mine", "INFO"] == "logged line"
@@ -180,13 +216,21 @@ def test_manager_averages_between_two_entrypoints(
     import trainers_for_tests
 
     from diloco_cloud.replica.identity import Identity
+    from diloco_cloud.replica.trainer import run_trainer
 
     def run(rank: int) -> Any:
         manager = replica_entrypoint._manager(uri, Identity(rank, 0), 2)
-        return replica_entrypoint._train(trainers_for_tests.average, manager, rank, 2, {})
+        return run_trainer(trainers_for_tests.average, manager, rank, 2, {})
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(run, range(2))) == [0.5, 0.5]
+
+
+def test_replica_that_sent_a_heartbeat_has_begun(uri: str) -> None:
+    store = open_store(uri)
+    store.put(keys.alive(1), b"{}")
+    assert replica_entrypoint._begun(store, [1])
+    assert not replica_entrypoint._begun(store, [1, 2])
 
 
 def test_command_line_parses_what_executors_send() -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import logging
 import sys
+import threading
 import uuid
+from collections.abc import Iterator
 
 import pytest
 
 from diloco_cloud.errors import UnreachableError
-from diloco_cloud.replica.logs import LogShipper, PrintLogger
+from diloco_cloud.replica.lines import JsonLines, LineStream
+from diloco_cloud.replica.logs import PrintLogger, ReplicaLogging
+from diloco_cloud.replica.shipper import LogShipper
 from diloco_cloud.store import open_store
 from diloco_cloud.store.base import Data
 from diloco_cloud.store.memory import MemoryStore
@@ -85,3 +91,154 @@ def test_print_stand_in_keeps_the_descriptor_of_the_stream(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert PrintLogger(logging.getLogger(), 0, sys.stdout).fileno() == sys.stdout.fileno()
+
+
+def test_what_is_kept_while_the_store_is_away_is_bounded_and_the_loss_told() -> None:
+    store = FlakyStore("bounded")
+    store.down = True
+    shipper = LogShipper(store, 0, 0, keep=10)
+    shipper.setFormatter(logging.Formatter("%(message)s"))
+    for message in ("one", "two", "three", "four"):
+        shipper.handle(record(message))
+        shipper.ship()
+    store.down = False
+    shipper.ship()
+    assert store.get("logs/0000.0000/00000000.jsonl").decode().splitlines() == [
+        "2 lines were dropped here while the store was away",
+        "three",
+        "four",
+    ]
+    shipper.handle(record("five"))
+    shipper.ship()
+    assert store.get("logs/0000.0000/00000001.jsonl") == b"five\n"
+
+
+def test_lines_logged_while_a_shipment_fails_are_kept_in_order() -> None:
+    class Meanwhile(FlakyStore):
+        def put(self, key: str, data: Data) -> None:
+            if self.down:
+                writer = threading.Thread(target=shipper.handle, args=(record("meanwhile"),))
+                writer.start()
+                writer.join()
+            super().put(key, data)
+
+    store = Meanwhile("meanwhile")
+    shipper = LogShipper(store, 0, 0)
+    shipper.handle(record("before"))
+    store.down = True
+    shipper.ship()
+    store.down = False
+    shipper.handle(record("after"))
+    shipper.ship()
+    assert store.get("logs/0000.0000/00000000.jsonl") == b"before\nmeanwhile\nafter\n"
+
+
+def test_lines_put_back_are_put_back_under_the_lock() -> None:
+    """A line that is logged during the put-back waits for it, and is not lost."""
+    store = FlakyStore("lock")
+    store.down = True
+    shipper = LogShipper(store, 0, 0)
+    shipper.handle(record("before"))
+    shipping = threading.Thread(target=shipper.ship)
+    put, at_put, go = store.put, threading.Event(), threading.Event()
+
+    def slow(key: str, data: Data) -> None:
+        at_put.set()
+        assert go.wait(10)
+        put(key, data)
+
+    store.put = slow  # type: ignore[method-assign]
+    shipping.start()
+    assert at_put.wait(10)
+    with shipper_lock(shipper):
+        go.set()
+        shipping.join(0.2)
+        assert shipping.is_alive()
+    shipping.join(10)
+    assert not shipping.is_alive()
+
+
+@contextlib.contextmanager
+def shipper_lock(shipper: LogShipper) -> Iterator[None]:
+    shipper.acquire()
+    try:
+        yield
+    finally:
+        shipper.release()
+
+
+def test_shipment_stuck_in_another_thread_is_not_waited_for() -> None:
+    stuck, go = threading.Event(), threading.Event()
+
+    class Stuck(MemoryStore):
+        def put(self, key: str, data: Data) -> None:
+            stuck.set()
+            assert go.wait(60)
+            super().put(key, data)
+
+    store = Stuck("stuck")
+    shipper = LogShipper(store, 0, 0)
+    shipper.handle(record("one"))
+    thread = threading.Thread(target=shipper.ship)
+    thread.start()
+    assert stuck.wait(10)
+    shipper.handle(record("two"))
+    shipper.ship(wait_s=0.01)
+    go.set()
+    thread.join()
+    shipper.ship()
+    assert store.get("logs/0000.0000/00000001.jsonl") == b"two\n"
+
+
+def test_log_call_with_bad_arguments_does_not_raise_and_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, out = MemoryStore("bad-arguments"), io.StringIO()
+    shipper, stream = LogShipper(store, 0, 0), LineStream(out)
+    monkeypatch.setattr(logging.getLogger("lib"), "propagate", False)  # pytest's handler raises
+    monkeypatch.setattr(logging.getLogger("lib"), "handlers", [shipper, stream])
+    for handler in (shipper, stream):
+        handler.setFormatter(JsonLines(0, 0))
+    logging.getLogger("lib").warning("%d steps", "x")
+    shipper.ship()
+    line = store.get("logs/0000.0000/00000000.jsonl").decode()
+    assert json.loads(line)["message"] == "%d steps ('x',)"
+    assert out.getvalue() == line
+
+
+def test_record_that_cannot_be_formatted_at_all_does_not_raise() -> None:
+    shipper = LogShipper(MemoryStore("hopeless"), 0, 0)
+    shipper.setFormatter(logging.Formatter("%(no_such_field)s"))
+    shipper.handle(record("lost"))
+
+
+class BrokenStream(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+def test_broken_stdout_costs_neither_the_trainer_nor_the_prefix_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdout", BrokenStream())
+    store = MemoryStore("broken")
+    with ReplicaLogging(store, 0, 0):
+        print("said", flush=True)  # noqa: T201
+    (line,) = store.get("logs/0000.0000/00000000.jsonl").decode().splitlines()
+    assert json.loads(line)["message"] == "said"
+
+
+def test_failing_handler_of_a_library_does_not_recurse() -> None:
+    foreign = logging.StreamHandler(BrokenStream())  # reports its failures on sys.stderr
+    store = MemoryStore("foreign")
+    with ReplicaLogging(store, 0, 0):
+        logging.getLogger().addHandler(foreign)
+        try:
+            print("said")  # noqa: T201
+        finally:
+            logging.getLogger().removeHandler(foreign)
+    lines = store.get("logs/0000.0000/00000000.jsonl").decode().splitlines()
+    assert json.loads(lines[0])["message"] == "said"

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import sys
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from diloco_cloud.errors import ConfigError
+from diloco_cloud.store.base import Data
+from diloco_cloud.store.directory import DirectoryStore
 
 
 def echo(*, manager: Any, rank: int, world_size: int, **kwargs: Any) -> dict[str, Any]:
@@ -34,6 +43,84 @@ def talk(*, manager: Any, rank: int, world_size: int) -> None:
 
 def crash(*, manager: Any, rank: int, world_size: int) -> None:
     raise ValueError("the model exploded\nsecond line")
+
+
+def misused(*, manager: Any, rank: int, world_size: int) -> None:
+    raise ConfigError("no data there", fix="Name another folder.")
+
+
+def leave(*, manager: Any, rank: int, world_size: int, code: Any) -> None:
+    sys.exit(code)
+
+
+class Unspeakable:
+    def __repr__(self) -> str:
+        raise RuntimeError("never asked")
+
+
+def odd_result(*, manager: Any, rank: int, world_size: int) -> Any:
+    return Unspeakable()
+
+
+def chatter(*, manager: Any, rank: int, world_size: int) -> str:
+    for number in range(200):
+        print(f"line {number} {'x' * 1000}", flush=True)  # noqa: T201
+    return "done"
+
+
+def long(*, manager: Any, rank: int, world_size: int, stuck: str | None = None) -> None:
+    """Take a step now and then, for ever; writes to keys that start with ``stuck`` never end."""
+    if stuck is not None:
+        put = DirectoryStore.put
+
+        def hang(self: DirectoryStore, key: str, data: Data) -> None:
+            if key.startswith(stuck):
+                Path("stuck").touch()
+                time.sleep(300)
+            put(self, key, data)
+
+        DirectoryStore.put = hang  # type: ignore[method-assign]
+        # Like a snapshot's upload: in a thread that the interpreter joins at exit.
+        ThreadPoolExecutor(1).submit(manager.prefix.put, f"{stuck}big", b"")
+    Path("training").touch()
+    while True:
+        manager.report(tokens=1)
+        time.sleep(0.05)
+
+
+def stubborn(*, manager: Any, rank: int, world_size: int) -> str:
+    """Swallow whatever is raised."""
+    try:
+        long(manager=manager, rank=rank, world_size=world_size)
+    except BaseException:
+        return "never heard"
+    return "unreachable"
+
+
+def lingering(*, manager: Any, rank: int, world_size: int) -> None:
+    """Take for ever to tidy up."""
+    try:
+        long(manager=manager, rank=rank, world_size=world_size)
+    finally:
+        Path("lingering").touch()
+        time.sleep(300)
+
+
+def _work(working: Any) -> None:
+    working.set()
+    time.sleep(300)
+
+
+def forking(*, manager: Any, rank: int, world_size: int) -> int | None:
+    """End a worker as a data loader does."""
+    fork = multiprocessing.get_context("fork")
+    working = fork.Event()
+    worker = fork.Process(target=_work, args=(working,))
+    worker.start()
+    assert working.wait(60)  # a signal that comes during the fork itself is lost on Python
+    worker.terminate()
+    worker.join()
+    return worker.exitcode
 
 
 not_callable = 3

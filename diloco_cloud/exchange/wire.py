@@ -1,0 +1,91 @@
+"""Reading JSON that anybody may have written: known fields, of known types, within bounds."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from diloco_cloud.errors import CorruptContributionError
+
+T = TypeVar("T")
+
+#: Counters beyond this are nobody's; floats stay exact well above it.
+_LARGEST = 2**53
+
+
+def parse(data: bytes | str, what: str, build: Callable[[Any], T]) -> T:
+    """Decode JSON and build a value from it.
+
+    Args:
+        data: the text.
+        what: names it in the error.
+        build: may raise ``ValueError``, ``TypeError`` or ``KeyError`` for what it cannot accept.
+
+    Raises:
+        CorruptContributionError: the text is no JSON, or ``build`` refuses what it says.
+    """
+    try:
+        return build(json.loads(data))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CorruptContributionError(f"{what} cannot be read: {error}") from None
+
+
+def fields(values: Any, kinds: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
+    """``values`` if it is an object of exactly these fields, each passed through its checker."""
+    if not isinstance(values, dict) or set(values) != set(kinds):
+        raise ValueError("other fields than expected")
+    return {name: kind(values[name]) for name, kind in kinds.items()}
+
+
+def text(value: Any) -> str:
+    """A string of reasonable length."""
+    if not isinstance(value, str) or len(value) > 10**6:
+        raise ValueError("not a string")
+    return value
+
+
+def flag(value: Any) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise ValueError("not true or false")
+    return value
+
+
+def count(value: Any) -> int:
+    """A whole number from 0 to 2**53."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST:
+        raise ValueError("not a count")
+    return value
+
+
+def positive(value: Any) -> float:
+    """A finite number above 0."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ValueError("not a number")
+    if not (math.isfinite(value) and 0 < value <= _LARGEST):
+        raise ValueError("not a positive number")
+    return float(value)
+
+
+def one_of(*choices: str) -> Callable[[Any], str]:
+    """A checker for one of a few strings."""
+
+    def check(value: Any) -> str:
+        if value not in choices:
+            raise ValueError(f"not one of {', '.join(choices)}")
+        return str(value)
+
+    return check
+
+
+def many(kind: Callable[[Any], T]) -> Callable[[Any], tuple[T, ...]]:
+    """A checker for a list."""
+
+    def check(value: Any) -> tuple[T, ...]:
+        if not isinstance(value, list):
+            raise ValueError("not a list")
+        return tuple(kind(item) for item in value)
+
+    return check

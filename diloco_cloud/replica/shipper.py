@@ -1,0 +1,115 @@
+"""A replica's log lines on their way to the run's prefix."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+
+from diloco_cloud.replica.lines import LossyHandler
+from diloco_cloud.run import keys
+from diloco_cloud.store.base import ObjectStore
+
+#: A chunk is sent when this much is waiting, whatever the time.
+CHUNK_CHARACTERS = 256 * 1024
+#: As much is kept while the store is away.
+KEEP_CHARACTERS = 8 * 1024 * 1024
+
+
+class LogShipper(LossyHandler):
+    """Collects formatted lines; :meth:`ship` writes them to the prefix as a new object.
+
+    Args:
+        store: the run's prefix.
+        rank, attempt: of this replica.
+        keep: characters kept while the store is away; beyond it the oldest lines are dropped.
+
+    Attributes:
+        full: set when much has been collected since the last shipment.
+    """
+
+    def __init__(
+        self, store: ObjectStore, rank: int, attempt: int, *, keep: int = KEEP_CHARACTERS
+    ) -> None:
+        super().__init__()
+        self._store = store
+        self._place = (rank, attempt)
+        self._keep = keep
+        self._lines: deque[str] = deque()
+        self._size = 0
+        self._fresh = 0
+        self._dropped = 0
+        self._sequence = 0
+        self._shipping = threading.Lock()
+        self.full = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        self._lines.append(line)
+        self._size += len(line)
+        self._fresh += len(line)
+        self._trim()
+        if self._fresh >= CHUNK_CHARACTERS:
+            self.full.set()
+
+    def ship(self, *, wait_s: float = 0.0) -> None:
+        """Store what has been collected. On failure it is kept for the next time.
+
+        Args:
+            wait_s: seconds to wait for a shipment that is under way in another thread; if it is
+                still stuck then, nothing is done.
+        """
+        if not self._shipping.acquire(timeout=wait_s):
+            return
+        try:
+            lines, dropped = self._take()
+            if not lines and not dropped:
+                return
+            # What was dropped is older than what was kept.
+            notice = [self._notice(dropped)] if dropped else []
+            data = ("\n".join([*notice, *lines]) + "\n").encode()
+            try:
+                self._store.put(keys.log_chunk(*self._place, self._sequence), data)
+                self._sequence += 1
+            except Exception:  # not logged: every failure would add to what there is to ship
+                self._put_back(lines, dropped)
+        finally:
+            self._shipping.release()
+
+    def _take(self) -> tuple[list[str], int]:
+        """Everything collected, and how many lines were dropped before it."""
+        self.acquire()
+        try:
+            taken = list(self._lines), self._dropped
+            self._lines.clear()
+            self._size = self._fresh = self._dropped = 0
+            self.full.clear()
+            return taken
+        finally:
+            self.release()
+
+    def _put_back(self, lines: list[str], dropped: int) -> None:
+        self.acquire()
+        try:
+            self._lines.extendleft(reversed(lines))
+            self._size += sum(map(len, lines))
+            self._dropped += dropped
+            self._trim()
+        finally:
+            self.release()
+
+    def _trim(self) -> None:
+        """Drop the oldest lines beyond what is kept; the lock is held."""
+        while self._size > self._keep:
+            self._size -= len(self._lines.popleft())
+            self._dropped += 1
+
+    def _notice(self, dropped: int) -> str:
+        message = "%d lines were dropped here while the store was away"
+        return self.format(
+            logging.LogRecord(__name__, logging.WARNING, "", 0, message, (dropped,), None)
+        )
