@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+import torch
 
 from diloco_cloud.errors import (
     CorruptError,
@@ -26,7 +28,6 @@ from diloco_cloud.outer import snapshot
 from diloco_cloud.outer.snapshot import Manifest
 
 if TYPE_CHECKING:
-    from diloco_cloud.outer.loop import OuterLoop
     from diloco_cloud.outer.manager import MockManager
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,18 @@ logger = logging.getLogger(__name__)
 _TRIES = 10
 
 
-def join(manager: MockManager, loop: OuterLoop) -> None:
+class OuterSteps(Protocol):
+    """What a joiner needs of the outer loop that it brings up to date."""
+
+    @property
+    def interval(self) -> int:
+        """Inner steps between two rounds."""
+
+    def apply(self, fragment: int, means: Sequence[torch.Tensor]) -> None:
+        """Take the outer step of a round that was decided without this replica."""
+
+
+def join(manager: MockManager, loop: OuterSteps) -> None:
     """Bring ``loop`` to the newest agreed state.
 
     Raises:
@@ -74,7 +86,7 @@ def _snapshots(manager: MockManager) -> list[Manifest]:
 class _Joiner:
     """One attempt at joining: where in the run's history it has got to."""
 
-    def __init__(self, manager: MockManager, loop: OuterLoop) -> None:
+    def __init__(self, manager: MockManager, loop: OuterSteps) -> None:
         self._manager = manager
         self._loop = loop
         self._round = self._step = 0

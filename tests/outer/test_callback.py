@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
 from diloco_cloud.outer import DiLoCoCallback, MockManager
@@ -112,3 +112,50 @@ def test_training_that_failed_can_be_started_again(
     trainers[0].train_dataset = good
     train_all(trainers)
     assert torch.equal(weights(nets[0]), weights(nets[1]))
+
+
+class Crash(TrainerCallback):
+    """Ends a replica at one of its steps, as a kill would."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.at:
+            raise SystemExit(9)
+
+
+def test_restarted_replica_takes_the_steps_that_remain(tmp_path: Path) -> None:
+    uri = f"memory://{uuid.uuid4().hex}"
+
+    def callback(rank: int, attempt: int) -> DiLoCoCallback:
+        door = ObjectStoreAllReduce(
+            uri, rank, 2, attempt=attempt, timeout_s=30, poll_interval_s=0.02
+        )
+        return DiLoCoCallback(MockManager(door), sync_every=4)
+
+    nets = [Net(), Net()]
+    back = callback(0, 1)
+    # All before any trains: accelerate's state is the process's, and a new Trainer resets it.
+    survivor = trainer(nets[1], 1, callback(1, 0), tmp_path)
+    first, second = trainer(Net(), 0, callback(0, 0), tmp_path), trainer(nets[0], 0, back, tmp_path)
+    first.add_callback(Crash(at=6))
+
+    def crash_and_restart() -> int:
+        with pytest.raises(SystemExit):
+            first.train()
+        second.train()
+        return second.state.global_step
+
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(survivor.train)
+        # One round of 4 was merged before it died at 6; of 10 steps, 6 remain.
+        assert pool.submit(crash_and_restart).result(timeout=60) == 6
+        other.result(timeout=60)
+    assert back.resumed_steps == 4
+    assert torch.equal(weights(nets[0]), weights(nets[1]))
+    again = callback(0, 2)
+    net = Net()
+    trainer(net, 0, again, tmp_path).train()
+    assert torch.equal(weights(net), weights(nets[0]))  # nothing remained to be done
+    assert again.manager.current_step() == 3
