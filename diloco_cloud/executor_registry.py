@@ -22,11 +22,19 @@ from diloco_cloud.errors import (
 from diloco_cloud.executor import ServerlessExecutor
 
 GROUP: Final = "diloco_cloud.executors"
+#: Announced, and not in this version: nobody who asks for one of them means another backend.
+_PLANNED: Final = frozenset({"modal", "hf-jobs", "sagemaker", "slurm", "ray"})
 
 
 def executor_names() -> list[str]:
     """The backends that are installed, sorted; their SDKs may be absent."""
     return sorted(entry_points(group=GROUP).names)
+
+
+def require_backend(name: str) -> None:
+    """Raise ``UnknownBackendError`` unless a backend of that name is installed; loads nothing."""
+    if name not in executor_names():
+        raise _unknown(name)
 
 
 def get_executor(name: str, **kwargs: Any) -> ServerlessExecutor:
@@ -66,18 +74,23 @@ def _find(name: str) -> EntryPoint:
     # A dictionary: one distribution may be found twice, by an editable install for example.
     found = {entry.value: entry for entry in entry_points(group=GROUP, name=name)}
     if not found:
-        names = executor_names()
-        close = difflib.get_close_matches(name, names, n=1)
-        guess = f"Did you mean {close[0]!r}? " if close else ""
-        raise UnknownBackendError(
-            f"there is no backend {name!r}", fix=f"{guess}Installed: {', '.join(names)}."
-        )
+        raise _unknown(name)
     if len(found) > 1:
         raise UsageError(
             f"the backend {name!r} is declared more than once: {', '.join(sorted(found))}",
             fix="Uninstall all but one of these packages.",
         )
     return next(iter(found.values()))
+
+
+def _unknown(name: str) -> UnknownBackendError:
+    names = executor_names()
+    installed = f"Installed: {', '.join(names)}."
+    if name in _PLANNED:
+        return UnknownBackendError(f"the backend {name!r} is not installed", fix=installed)
+    close = difflib.get_close_matches(name, names, n=1)
+    guess = f"Did you mean {close[0]!r}? " if close else ""
+    return UnknownBackendError(f"there is no backend {name!r}", fix=guess + installed)
 
 
 def _raise_missing(name: str, entry: EntryPoint, error: ImportError) -> NoReturn:

@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from diloco_cloud import keys
 from diloco_cloud.errors import ConfigError, DilocoError, NotFoundError
 from diloco_cloud.replica.identity import RENDEZVOUS_ENV, Identity
 from diloco_cloud.replica.trainer import accepted, load_trainer, run_trainer
-from diloco_cloud.run import keys
 from diloco_cloud.run.spec import TRAINER_SETTINGS, RunSpec
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _manager(
         store=store,
     )
     door.exchange.begun = partial(_begun, door.prefix)
-    return MockManager(door, snapshot_every=spec.snapshot_every)
+    return MockManager(door, snapshot_every=spec.snapshot_every, init_from=spec.init_from)
 
 
 def _begun(store: ObjectStore, ranks: list[int]) -> bool:

@@ -15,6 +15,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from diloco_cloud.run import new_run_id
 REPLICAS = 4
 SYNC_EVERY = 50
 ROUNDS = 60
+#: Seconds to wait for a cancelled run: its replicas are killed after 10.
+STOP_S = 15
 #: Small enough for two cores, large enough to learn what Python looks like.
 TRAINER_ARGS: dict[str, Any] = {
     "tokenizer": "bpe",
@@ -66,8 +69,7 @@ def main() -> int:
             runs.append(launch(spec, store))
         follow(console, runs)
     except BaseException:
-        for run in runs:
-            run.cancel()
+        stop(console, runs)
         raise
     console.print("Evaluating both models on held-out text…")
     windows = held_out(specs[0])
@@ -75,9 +77,18 @@ def main() -> int:
     console.print(quality(merged, lone))
     console.print(traffic(merged))
     plot(console, merged, lone, args.output / f"{run_id}.png")
-    code = verdict(console, merged, lone)
     console.print(f"Took {time.monotonic() - began:.0f} s.")
-    return code
+    return verdict(console, merged, lone)
+
+
+def stop(console: Console, runs: Sequence[Run]) -> None:
+    """Leave nothing running behind."""
+    for run in runs:
+        run.cancel()
+    for run in runs:
+        run.wait(timeout=STOP_S)
+    if runs:
+        console.print("Cancelled both runs." if len(runs) == 2 else "Cancelled the run.")
 
 
 def make_specs(run_id: str, *, rounds: int, sync_every: int) -> tuple[RunSpec, RunSpec]:
@@ -187,6 +198,12 @@ def plot(console: Console, merged: RunFigures, lone: RunFigures, path: Path) -> 
 
 def verdict(console: Console, merged: RunFigures, lone: RunFigures) -> int:
     """Say whether the demo showed what it is for; returns the exit code."""
+    better = merged.loss < lone.loss
+    gain = 1 - merged.perplexity / lone.perplexity
+    if better:
+        console.print(f"[green]✓[/] merging lowered held-out perplexity by {gain:.0%}")
+    else:
+        console.print("[red]✗[/] the merged model is no better than the lone replica's")
     digests = set(merged.digests)
     same = len(digests) == 1 and None not in digests
     if same:
@@ -200,12 +217,6 @@ def verdict(console: Console, merged: RunFigures, lone: RunFigures) -> int:
         console.print("[red]✗[/] the replicas hold different parameters:")
         for rank, digest in enumerate(merged.digests):
             console.print(f"    replica {rank}: {digest}")
-    better = merged.loss < lone.loss
-    gain = 1 - merged.perplexity / lone.perplexity
-    if better:
-        console.print(f"[green]✓[/] merging lowered held-out perplexity by {gain:.0%}")
-    else:
-        console.print("[red]✗[/] the merged model is no better than the lone replica's")
     return 0 if same and better else 1
 
 

@@ -73,7 +73,7 @@ shown = None
 for status in run.watch(interval=1.0):
     states = ", ".join(f"{view.rank} {view.phase or view.state}" for view in status.replicas)
     if (status.round, states) != shown:
-        print(f"round {status.round}: {states}")
+        print(f"round {status.round or 0}: {states}")  # None until the first heartbeat
         shown = (status.round, states)
 
 # ---------------------------------------------------------------------------------------------
@@ -89,4 +89,7 @@ print(f"all replicas hold the same parameters: {results.digest is not None} ({re
 for row in run.metrics():
     if row["rank"] == 0:
         print(f"round {row['round']}: loss {row['loss']:.3f}, {row['bytes_sent']:,} bytes sent")
-print(f"rank 0 returned {results.returned[0]}")
+print("rank 0's trainer returned:")
+for name, value in results.returned[0].items():
+    print(f"  {name}: {value}")
+print(f"the model: {run.uri}/{results.model}")

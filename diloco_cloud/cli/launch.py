@@ -24,7 +24,8 @@ Every setting may also be a key of CONFIG.toml or a variable DILOCO_<SETTING>.
 A flag overrides a variable, which overrides the file.
 
 \b
-Exit codes: 0 succeeded, 100 failed, 101 not finished, 103 cancelled, 130 detached by Ctrl-C.
+Exit codes: 0 succeeded, 100 failed, 101 not finished, 103 cancelled, 130 detached by Ctrl-C,
+1 an error of its own, 2 a wrong request.
 """
 
 
@@ -47,6 +48,7 @@ Exit codes: 0 succeeded, 100 failed, 101 not finished, 103 cancelled, 130 detach
 @click.option("--outer-momentum", metavar="M", type=float, help="Of the outer optimizer.")
 @click.option("--nesterov/--no-nesterov", default=None, help="Of the outer optimizer.")
 @click.option("--seed", metavar="SEED", type=int, help="Of everything random.")
+@click.option("--init-from", metavar="URI", help="Weights to begin with: a file, or a run.")
 @click.option("--reduction", metavar="HOW", help="auto, all-gather or sharded.")
 @click.option("--snapshot-every", metavar="N", type=int, help="Rounds between two snapshots.")
 @click.option("--gpu", metavar="GPU", help="Per replica, in the backend's own words.")
@@ -83,7 +85,7 @@ def command(
         return
     spec = settings.spec
     if spec.backend != "local":  # the others cost money
-        question = f"Launch {spec.replicas} replicas on {spec.backend}?"
+        question = f"Launch {output.count_text(spec.replicas)} on {spec.backend}?"
         options.confirm(question, yes=yes)
     run = launch_run(spec, settings.store_uri)
     if detach:
@@ -112,6 +114,8 @@ def _print_plan(settings: Settings) -> None:
 
     spec = settings.spec
     check_launch(spec)
+    if spec.backend == "local" and spec.gpu is not None:
+        output.note(f"Warning: gpu {spec.gpu} has no effect: local replicas share this machine's.")
     request = build_request(spec, f"{settings.store_uri.rstrip('/')}/{spec.run_id}")
     output.print_json(
         {
@@ -128,7 +132,9 @@ def _announce(run: Run, *, as_json: bool, quiet: bool) -> None:
     if not as_json:
         click.echo(run.run_id)
     if not quiet:
-        output.note(f"{run.spec.replicas} replicas are launched on {run.spec.backend}.")
+        verb = "is" if run.spec.replicas == 1 else "are"
+        count = output.count_text(run.spec.replicas)
+        output.note(f"{count} {verb} launched on {run.spec.backend}.")
         output.next_steps(run)
 
 
@@ -146,4 +152,6 @@ def _attach(run: Run, *, as_json: bool, quiet: bool) -> int:
         return exit_codes.INTERRUPTED
     if as_json:
         output.print_json(output.status_json(run, status))
+    if not quiet:
+        output.result_place(run, status)
     return exit_codes.of_state(status.state)

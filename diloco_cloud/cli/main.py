@@ -6,6 +6,7 @@ Subcommands are imported when they are called, so that ``--help`` answers at onc
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import warnings
 from typing import Any, Final, NoReturn
@@ -84,6 +85,11 @@ Examples:
   diloco-cloud launch --replicas 4 --rounds 20
   diloco-cloud logs -f RUN
   diloco-cloud status RUN --store s3://bucket/runs
+
+\b
+Exit codes of launch, wait and logs -f: 0 the run succeeded, 100 failed, 101 has not finished,
+103 was cancelled. Of every command: 1 an error of its own, 2 a wrong request, 102 no such run,
+130 interrupted.
 """,
 )
 @click.version_option(__version__, "-V", "--version", prog_name="diloco-cloud")
@@ -97,6 +103,8 @@ def cli() -> None:
 def main() -> None:
     """The console script."""
     warnings.formatwarning = lambda message, *_, **__: f"Warning: {message}\n"
+    logging.addLevelName(logging.WARNING, "Warning")
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)  # on stderr
     cli(prog_name="diloco-cloud")
 
 

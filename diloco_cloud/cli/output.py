@@ -59,6 +59,18 @@ def next_steps(run: Run) -> None:
     note("  stop it:          diloco-cloud cancel " + where)
 
 
+def count_text(count: int) -> str:
+    """ "1 replica", or "2 replicas"."""
+    return f"{count} replica" if count == 1 else f"{count} replicas"
+
+
+def result_place(run: Run, status: RunStatus) -> None:
+    """Where the trained model is, once there is one."""
+    model = run.results().model if status.state == "succeeded" else None
+    if model is not None:
+        note(f"The model is {store_text(run.uri)}/{model}")
+
+
 def replicas_text(ranks: Sequence[int]) -> str:
     """ "replica 3", or "replicas 0, 1"."""
     noun = "replica" if len(ranks) == 1 else "replicas"

@@ -44,9 +44,10 @@ def _live(run: Run, console: Console) -> RunStatus:
     from diloco_cloud.cli.tables import status_view
 
     status = run.status()
-    with Live(status_view(status), console=console, auto_refresh=False) as live:
+    view = status_view(status, console.width)
+    with Live(view, console=console, auto_refresh=False) as live:
         for status in run.watch(interval(run)):
-            live.update(status_view(status), refresh=True)
+            live.update(status_view(status, console.width), refresh=True)
     return status
 
 

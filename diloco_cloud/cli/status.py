@@ -31,7 +31,7 @@ def command(run_id: str, store: str | None, watch: bool, as_json: bool) -> None:
 
     status = run.status()
     console = output.console()
-    console.print(status_view(status))
+    console.print(status_view(status, console.width))
     print_failures(console, status)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
 from rich import box
@@ -12,9 +13,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from diloco_cloud.cli.output import replicas_text
 from diloco_cloud.run.durations import format_duration
 from diloco_cloud.run.status import ReplicaView, RunStatus
 
+_BAR_WIDTH: Final = 40
+#: Columns that a narrow terminal can do without.
+_LEAST_FIRST: Final = ("seen", "tokens/s", "inner step", "loss", "doing")
+#: Between two columns; and what the last one, whose text may wrap, needs at least.
+_GAP, _WHY_WIDTH = 3, 20
 _STYLES: Final = {
     "pending": "yellow",
     "running": "cyan",
@@ -34,18 +41,17 @@ def headline(status: RunStatus) -> Text:
     """One line: id, state, round, loss, speed."""
     line = Text.assemble(status.run_id, "  ", state_text(status.state))
     if status.round is not None:
-        line.append(f"  round {status.round}" + (f"/{status.rounds}" if status.rounds else ""))
+        line.append(f"  round {_round(status)}")
     losses = [view.loss for view in status.replicas if view.loss is not None]
     if losses:
         line.append(f"  loss {sum(losses) / len(losses):.4f}")
-    speed = sum(view.tokens_per_s or 0.0 for view in status.replicas)
-    if speed:
-        line.append(f"  {speed:,.0f} tokens/s")
+    if status.tokens_per_s:
+        line.append(f"  {status.tokens_per_s:,.0f} tokens/s")
     return line
 
 
-def replica_table(status: RunStatus) -> Table:
-    """One row per replica; columns that say nothing are left out."""
+def replica_table(status: RunStatus, width: int | None = None) -> Table:
+    """One row per replica; columns that say nothing, or find no room, are left out."""
     why = dict(status.missing)
     columns: dict[str, list[str | Text]] = {
         "replica": [_name(view) for view in status.replicas],
@@ -59,17 +65,28 @@ def replica_table(status: RunStatus) -> Table:
         "why": [_why(view, why.get(view.rank)) for view in status.replicas],
     }
     shown = {name: cells for name, cells in columns.items() if any(map(str, cells))}
+    for name in _LEAST_FIRST:
+        if width is not None and _width(shown) > width:
+            shown.pop(name, None)
     table = _table(*shown)
     for row in zip(*shown.values(), strict=True):
         table.add_row(*row)
     return table
 
 
-def status_view(status: RunStatus) -> RenderableType:
-    """Headline, replicas, and what is out of the ordinary."""
-    parts: list[RenderableType] = [headline(status), replica_table(status)]
-    if status.rounds and status.state == "running":
-        parts.insert(1, ProgressBar(status.rounds, min(status.round or 0, status.rounds), width=60))
+def status_view(status: RunStatus, width: int | None = None) -> RenderableType:
+    """Headline, replicas, and what is out of the ordinary.
+
+    Args:
+        status: of one run.
+        width: columns there are; by default as many as it takes.
+    """
+    parts: list[RenderableType] = [headline(status)]
+    if status.rounds and status.round and status.state == "running":
+        bar = Table.grid()  # a bar by itself does not end its line
+        bar.add_row(ProgressBar(status.rounds, min(status.round, status.rounds), width=_BAR_WIDTH))
+        parts.append(bar)
+    parts.append(replica_table(status, width))
     if status.note:
         parts.append(Text(f"The executor can't be asked here: {status.note}", style="yellow"))
     commit = status.last_commit or {}
@@ -84,12 +101,18 @@ def status_view(status: RunStatus) -> RenderableType:
 
 
 def print_failures(console: Console, status: RunStatus) -> None:
-    """The end of each failed replica's log."""
+    """What ended failed replicas and the end of a log, once for all that failed alike."""
+    alike: dict[tuple[str, ...], list[ReplicaView]] = {}
     for view in status.replicas:
-        if view.state != "failed" or not view.log_tail:
-            continue
-        console.print(Text(f"replica/{view.rank} failed; the end of its log:", style="bold"))
-        for line in view.log_tail:
+        if view.state == "failed" and view.log_tail:
+            alike.setdefault(_failure(view), []).append(view)
+    for first, *others in alike.values():
+        names = replicas_text([view.rank for view in (first, *others)])
+        whose = f"replica {first.rank}'s" if others else "its"
+        said = f": {first.error}" if first.error else ""
+        console.print(Text(f"{names} failed{said}", style="bold"), soft_wrap=True)
+        console.print(Text(f"  the end of {whose} log:", style="dim"))
+        for line in first.log_tail:
             console.print(Text(f"  {line}"), soft_wrap=True)
 
 
@@ -104,7 +127,7 @@ def run_table(statuses: Sequence[RunStatus]) -> Table:
             state_text(status.state),
             status.backend,
             f"{running}/{total} running" if running else str(total),
-            _number(status.round) + (f"/{status.rounds}" if status.rounds else ""),
+            _round(status),
             f"{format_duration(time.time() - status.created_at)} ago",
         )
     return table
@@ -115,8 +138,29 @@ def _table(*columns: str) -> Table:
     for column in columns:
         numeric = column in ("round", "inner step", "loss", "tokens/s")
         justify: Literal["left", "right"] = "right" if numeric else "left"
-        table.add_column(column, justify=justify, no_wrap=column != "why", overflow="fold")
+        prose = column == "why"
+        overflow: Literal["fold", "ellipsis"] = "fold" if prose else "ellipsis"
+        table.add_column(column, justify=justify, no_wrap=not prose, overflow=overflow)
     return table
+
+
+def _width(columns: Mapping[str, Sequence[str | Text]]) -> int:
+    """Columns of a terminal that a table takes, less what the text of "why" can do without."""
+    widest = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
+    if "why" in widest:
+        widest["why"] = min(widest["why"], _WHY_WIDTH)
+    return sum(widest.values()) + _GAP * (len(widest) - 1)
+
+
+def _failure(view: ReplicaView) -> tuple[str, ...]:
+    """What tells one failure from another: its last words, whatever ranks and times they name."""
+    return tuple(re.sub(r"\d+", "#", text) for text in (view.error or "", *view.log_tail[-3:]))
+
+
+def _round(status: RunStatus) -> str:
+    if status.round is None:
+        return ""
+    return f"{status.round}/{status.rounds}" if status.rounds else str(status.round)
 
 
 def _why(view: ReplicaView, missing: str | None) -> str:
@@ -137,7 +181,7 @@ def _seen(view: ReplicaView) -> str:
 
 
 def _name(view: ReplicaView) -> str:
-    return f"{view.rank} (life {view.attempt + 1})" if view.attempt else f"{view.rank}"
+    return f"{view.rank} (attempt {view.attempt})" if view.attempt else f"{view.rank}"
 
 
 def _format(value: float | None, form: str) -> str:

@@ -28,4 +28,5 @@ def command(
         output.print_json(output.status_json(run, status))
     else:
         click.echo(status.state.upper())
+    output.result_place(run, status)
     ctx.exit(exit_codes.of_state(status.state))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from diloco_cloud import keys
 from diloco_cloud.errors import (
     AlreadyExistsError,
     CorruptContributionError,
@@ -20,7 +21,6 @@ from diloco_cloud.errors import (
     NotFoundError,
     RoundTimeoutError,
 )
-from diloco_cloud.exchange import keys
 from diloco_cloud.exchange.commit import Commit, decide
 from diloco_cloud.exchange.contribution import Header, decode, digest, encoded_size, header_size
 from diloco_cloud.store.base import ObjectInfo, ObjectStore

@@ -13,8 +13,8 @@ from typing import overload
 
 import torch
 
+from diloco_cloud import keys
 from diloco_cloud.errors import ConfigError, DilocoError, ExchangeError
-from diloco_cloud.exchange import keys
 from diloco_cloud.exchange.agreement import Clock
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.rounds import RoundExchange

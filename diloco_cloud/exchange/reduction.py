@@ -21,8 +21,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from diloco_cloud import keys
 from diloco_cloud.errors import AlreadyExistsError, CorruptContributionError, RoundTimeoutError
-from diloco_cloud.exchange import keys
 from diloco_cloud.exchange.agreement import PARALLEL_READS, Watch, read_header
 from diloco_cloud.exchange.commit import Commit, Contributor
 from diloco_cloud.exchange.contribution import Header, checksums, header_size

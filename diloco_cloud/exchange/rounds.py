@@ -9,13 +9,13 @@ from functools import partial
 
 import torch
 
+from diloco_cloud import keys
 from diloco_cloud.errors import (
     AlreadyExistsError,
     DriftError,
     ExchangeError,
     LayoutMismatchError,
 )
-from diloco_cloud.exchange import keys
 from diloco_cloud.exchange.agreement import Agreement, Clock, Watch, read_header
 from diloco_cloud.exchange.commit import DRIFTED, Commit
 from diloco_cloud.exchange.contribution import CHUNK_BYTES, Header, checksums, digest
@@ -259,7 +259,6 @@ class RoundExchange:
                 f"round {commit.round}: replica {self.rank}'s work was {DRIFTED}",
                 fix="Restart it (`resume`): it will fetch the agreed state from the store.",
             )
-
 
     def _raise_if_finished(self, round_: int) -> None:
         if self.rank in self.finished:

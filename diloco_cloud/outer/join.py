@@ -1,8 +1,8 @@
 """Starting from what the run has agreed on: joining, restarting and resuming are one thing.
 
 A replica needs the store alone: a snapshot, and the rounds decided since. The very first snapshot
-is replica 0's initial parameters, so that all begin equal by construction; a replica that has the
-same bytes already (the same pretrained weights, say) does not fetch them.
+is what replica 0 begins with, so that all begin equal by construction; a replica that has the same
+bytes already (the same pretrained weights, say) does not fetch them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from diloco_cloud import keys
 from diloco_cloud.errors import (
     CorruptError,
     DriftError,
@@ -21,7 +22,6 @@ from diloco_cloud.errors import (
     NotFoundError,
     RoundTimeoutError,
 )
-from diloco_cloud.exchange import keys
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.layout import TensorLayout
 from diloco_cloud.outer import snapshot
@@ -72,7 +72,8 @@ def _snapshots(manager: MockManager) -> list[Manifest]:
         if found:
             return found
         if manager.rank == 0:
-            snapshot.write(manager.prefix, manager.capture(), round_=0, step=0, writer=manager.life)
+            states = manager.first_states()
+            snapshot.write(manager.prefix, states, round_=0, step=0, writer=manager.life)
         elif watch.expired:
             raise RoundTimeoutError(
                 f"replica 0 did not publish the initial parameters within {watch.timeout_s:g} s",

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from diloco_cloud import keys
 from diloco_cloud.errors import ExchangeError, LayoutMismatchError
-from diloco_cloud.exchange import keys
 from diloco_cloud.exchange.agreement import Watch
 from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
 from diloco_cloud.exchange.commit import Commit
@@ -28,6 +28,7 @@ from diloco_cloud.exchange.rounds import RoundResult
 from diloco_cloud.outer.progress import Progress, RoundReport
 from diloco_cloud.outer.result import add_files, export, global_digest
 from diloco_cloud.outer.snapshot import SnapshotWriter
+from diloco_cloud.outer.start import declared_start
 from diloco_cloud.outer.state import Fragment, FragmentState, StateFns
 from diloco_cloud.outer.sync import Sync
 from diloco_cloud.outer.work import _ImmediateWork
@@ -49,6 +50,8 @@ class MockManager:
     Args:
         store: the rank's door to the run. ``allreduce=`` is accepted as its older name.
         snapshot_every: rounds between two snapshots of the outer state.
+        init_from: URI of a safetensors file that a new run begins with; by default a new run
+            begins with replica 0's parameters.
         on_round: called with a :class:`RoundReport` after every decision; its failure is logged.
 
     Attributes:
@@ -68,6 +71,7 @@ class MockManager:
         *,
         allreduce: ObjectStoreAllReduce | None = None,
         snapshot_every: int = 5,
+        init_from: str | None = None,
         on_round: Callable[[RoundReport], None] | None = None,
     ) -> None:
         door = store if store is not None else allreduce
@@ -78,6 +82,7 @@ class MockManager:
         self.progress = Progress()
         self.position = 0
         self.on_round = on_round
+        self._init_from = init_from
         self._exchange = door.exchange
         self._exchange.waiting_for = self._waiting_for
         self._step = 0
@@ -250,6 +255,12 @@ class MockManager:
     def capture(self) -> list[FragmentState]:
         """Copies of the outer state of all fragments, in order."""
         return [fragment.capture() for fragment in self.fragments]
+
+    def first_states(self) -> list[FragmentState]:
+        """What a new run begins with."""
+        if self._init_from is None:
+            return self.capture()
+        return declared_start(self._init_from, self.fragments)
 
     def states(self) -> list[FragmentState]:
         """The outer state, also after the loop has been detached."""

@@ -7,13 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from safetensors.torch import save
 
+from diloco_cloud import keys
 from diloco_cloud.exchange.layout import digest_tensors
 from diloco_cloud.outer.state import FragmentState
 from diloco_cloud.store.base import ObjectStore, check_key
-
-RESULT = "result/"
-WEIGHTS = "model.safetensors"
-MANIFEST = "manifest.json"
 
 
 def global_digest(states: Sequence[FragmentState]) -> str:
@@ -28,10 +25,10 @@ def add_files(store: ObjectStore, files: Mapping[str, bytes]) -> None:
         ValueError: a name is no relative path, or one that the result needs itself.
     """
     for name in files:
-        if check_key(name) in (WEIGHTS, MANIFEST):
+        if keys.RESULT + check_key(name) in (keys.MODEL, keys.RESULT_MANIFEST):
             raise ValueError(f"{name} is written by the outer loop")
     for name, data in files.items():
-        store.put(RESULT + name, data)
+        store.put(keys.RESULT + name, data)
 
 
 def export(store: ObjectStore, states: Sequence[FragmentState], *, round_: int, step: int) -> None:
@@ -45,12 +42,12 @@ def export(store: ObjectStore, states: Sequence[FragmentState], *, round_: int, 
         for name, parameter in zip(state.names, state.parameters, strict=True)
     }
     if tensors:
-        store.put(RESULT + WEIGHTS, save(tensors, metadata={"format": "pt"}))
-    files = sorted(info.key.removeprefix(RESULT) for info in store.list(RESULT))
+        store.put(keys.MODEL, save(tensors, metadata={"format": "pt"}))
+    files = [info.key for info in store.list(keys.RESULT) if info.key != keys.RESULT_MANIFEST]
     manifest = {
         "digest": global_digest(states),
         "round": round_,
         "step": step,
-        "files": [name for name in files if name != MANIFEST],
+        "files": [key.removeprefix(keys.RESULT) for key in files],
     }
-    store.put(RESULT + MANIFEST, json.dumps(manifest).encode())
+    store.put(keys.RESULT_MANIFEST, json.dumps(manifest).encode())

@@ -20,16 +20,15 @@ from typing import Any
 
 from blake3 import blake3
 
+from diloco_cloud import keys
 from diloco_cloud.errors import AlreadyExistsError, CorruptError, DilocoError, NotFoundError
-from diloco_cloud.exchange import keys, wire
+from diloco_cloud.exchange import wire
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.outer.background import in_background
 from diloco_cloud.outer.state import FragmentState
 from diloco_cloud.store.base import ObjectStore
 
 logger = logging.getLogger(__name__)
-
-STATE = "state/"
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Manifest:
 
     @property
     def directory(self) -> str:
-        return f"{STATE}{self.round:08d}/"
+        return keys.snapshot(self.round)
 
 
 def _manifest(values: Any) -> Manifest:
@@ -99,8 +98,8 @@ def snapshots(store: ObjectStore) -> list[Manifest]:
         CorruptContributionError: a manifest cannot be read.
     """
     found: list[Manifest] = []
-    for name in sorted(store.list_dirs(STATE), reverse=True):
-        key = f"{STATE}{name}/manifest.json"
+    for name in sorted(store.list_dirs(keys.STATE), reverse=True):
+        key = f"{keys.STATE}{name}/manifest.json"
         try:
             found.append(wire.parse(store.get(key), key, _manifest))
         except NotFoundError:
@@ -222,7 +221,7 @@ def collect_garbage(store: ObjectStore) -> None:
     if len(complete) < 2:
         return
     kept = complete[1].round
-    old_states = [f"{STATE}{m.round:08d}/" for m in complete[2:]]
+    old_states = [manifest.directory for manifest in complete[2:]]
     old_rounds = [
         f"{keys.ROUNDS}{name}/"
         for name in store.list_dirs(keys.ROUNDS)

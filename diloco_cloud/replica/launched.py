@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from diloco_cloud import keys
 from diloco_cloud.errors import DilocoError, UsageError
 from diloco_cloud.replica.identity import Identity
 from diloco_cloud.replica.logs import ReplicaLogging
 from diloco_cloud.replica.outcome import Outcome
 from diloco_cloud.replica.reporter import Reporter
 from diloco_cloud.replica.sigterm import Sigterm, Terminated
-from diloco_cloud.run import keys
 from diloco_cloud.store.base import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def _log_failure(error: BaseException) -> None:
 def _record_termination(reporter: Reporter, store: ObjectStore, identity: Identity) -> None:
     outcome = Outcome.terminated(cancelled=_cancelled(store, identity))
     reporter.record(outcome)
-    logger.warning("terminated: %s", outcome.reason)
+    logger.warning("terminated (SIGTERM)")
 
 
 def _cancelled(store: ObjectStore, identity: Identity) -> bool:

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from diloco_cloud import keys
 from diloco_cloud.errors import AlreadyExistsError, DilocoError
 from diloco_cloud.replica.identity import Identity
 from diloco_cloud.replica.outcome import Outcome, timestamp
 from diloco_cloud.replica.shipper import LogShipper
-from diloco_cloud.run import keys
 from diloco_cloud.store.base import ObjectStore
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import logging
 import threading
 from collections import deque
 
+from diloco_cloud import keys
 from diloco_cloud.replica.lines import LossyHandler
-from diloco_cloud.run import keys
 from diloco_cloud.store.base import ObjectStore
 
 #: A chunk is sent when this much is waiting, whatever the time.

@@ -13,15 +13,19 @@ import json
 import random
 import re
 import tomllib
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diloco_cloud import keys
 from diloco_cloud.errors import ConfigError
+from diloco_cloud.executor_registry import require_backend
 from diloco_cloud.run.durations import parse_duration
 from diloco_cloud.run.names import DEFAULT_NAME, new_run_id
 from diloco_cloud.run.spec import RunSpec
+from diloco_cloud.store.opening import is_uri
 
 #: Where runs of the local backend go when no store is given, below the working directory.
 LOCAL_STORE = "runs"
@@ -31,6 +35,11 @@ SETTING_KEYS = ("name", "store", *SPEC_KEYS)
 #: Settings that are merged key by key instead of being replaced.
 _TABLES = ("trainer_args", "env")
 _DURATIONS = ("timeout", "round_timeout", "join_timeout")
+#: Variables of the same prefix that other parts read, or set for replicas.
+_OTHER_VARIABLES = tuple(
+    f"DILOCO_{name}"
+    for name in ("ATTEMPT", "DEBUG", "HOME", "RANK_ENV", "RENDEZVOUS_URI", "SPEC_HASH")
+)
 _SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS)$")
 
 
@@ -72,6 +81,7 @@ def resolve(
     if values["run_id"] is None:
         values["run_id"] = new_run_id(_text("name", name), rng=rng)
     spec = RunSpec(**_typed(values))
+    require_backend(spec.backend)  # before the store that it would need
     return Settings(spec, _store_uri(spec, store))
 
 
@@ -96,11 +106,13 @@ def read_file(path: str | Path) -> dict[str, Any]:
 def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """The settings in ``DILOCO_*`` variables, numbers and JSON parsed.
 
-    Other variables of that prefix are not ours to judge: replicas are given some.
+    Other variables of that prefix are not ours to judge: replicas are given some, and a trainer may
+    read its own. One that looks like a misspelt setting is warned of.
     """
+    _warn_of_misspelt(environ)
     values: dict[str, Any] = {}
     for key in SETTING_KEYS:
-        text = environ.get(f"DILOCO_{key.upper()}")
+        text = environ.get(_variable(key))
         if text and key not in ("env", "run_id"):
             values[key] = _from_text(key, text)
     return values
@@ -179,9 +191,11 @@ def _typed(values: dict[str, Any]) -> dict[str, Any]:
         if key in values:
             seconds = parse_duration(values[key])
             values[key] = int(seconds) if key == "timeout" else seconds
-    for key in ("backend", "trainer", "gpu", "run_id", "reduction"):
+    for key in ("backend", "trainer", "gpu", "run_id", "reduction", "init_from"):
         if values.get(key) is not None:
             _text(key, values[key])
+    if values.get("init_from") is not None:
+        values["init_from"] = _weights_uri(values["init_from"])
     for key, value in values.get("env", {}).items():
         _expect(isinstance(value, str), f"env.{key}", value, "a text")
         if _SECRET_NAME.search(key.upper()):
@@ -195,6 +209,12 @@ def _typed(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+def _weights_uri(text: str) -> str:
+    """The safetensors file that ``text`` means: itself, or the result of the run it names."""
+    uri = text if is_uri(text) else str(Path(text).expanduser().absolute())
+    return uri if uri.endswith(".safetensors") else f"{uri.rstrip('/')}/{keys.MODEL}"
+
+
 def _store_uri(spec: RunSpec, store: object) -> str:
     if store is not None:
         text = _text("store", store)
@@ -203,7 +223,7 @@ def _store_uri(spec: RunSpec, store: object) -> str:
                 f"replicas are other processes, which cannot reach {text}",
                 fix="Use a directory, or a bucket.",
             )
-        return text if "://" in text else str(Path(text).expanduser().absolute())
+        return text if is_uri(text) else str(Path(text).expanduser().absolute())
     if spec.backend != "local":
         raise ConfigError(
             f"runs on {spec.backend} need a store that all replicas reach",
@@ -227,7 +247,21 @@ def _from_text(key: str, text: str) -> Any:
     except (KeyError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"DILOCO_{key.upper()} is {text!r}", fix="It must be a number.") from None
+        raise ConfigError(f"{_variable(key)} is {text!r}", fix="It must be a number.") from None
+
+
+def _warn_of_misspelt(environ: Mapping[str, str]) -> None:
+    settings = [_variable(key) for key in SETTING_KEYS]
+    for name in environ:
+        if not name.startswith("DILOCO_") or name in (*settings, *_OTHER_VARIABLES):
+            continue
+        near = difflib.get_close_matches(name, settings, n=1, cutoff=0.85)
+        if near:
+            warnings.warn(f"nobody reads {name}; did you mean {near[0]}?", stacklevel=4)
+
+
+def _variable(key: str) -> str:
+    return f"DILOCO_{key.upper()}"
 
 
 def _text(key: str, value: object) -> str:

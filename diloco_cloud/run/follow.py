@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from diloco_cloud import keys
 from diloco_cloud.errors import UsageError
 from diloco_cloud.executor import TERMINAL_STATES, State
-from diloco_cloud.run import keys
 from diloco_cloud.run.logs import ChunkReader, LogLine, native_lines
 from diloco_cloud.run.record import list_lives, read_json
 from diloco_cloud.store.base import ObjectStore

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 
+from diloco_cloud.errors import ConfigError, NotFoundError
 from diloco_cloud.executor import ServerlessExecutor
 from diloco_cloud.executor_registry import get_executor
 from diloco_cloud.run.preflight import check_environment, check_trainer
@@ -23,9 +24,30 @@ def check_launch(spec: RunSpec, executor: ServerlessExecutor | None = None) -> S
         UsageError: the backend, the trainer, a dependency or a secret is not there.
     """
     found = get_executor(spec.backend) if executor is None else executor
-    check_trainer(spec.trainer, spec.trainer_args, os.getcwd())
+    check_trainer(
+        spec.trainer, spec.trainer_args, os.getcwd(), settings=spec.changed_trainer_settings
+    )
     check_environment(spec)
     return found
+
+
+def check_start(spec: RunSpec) -> None:
+    """Check that the weights a run is to begin with are there.
+
+    Raises:
+        ConfigError: they are not.
+        StoreError: they cannot be reached.
+    """
+    if spec.init_from is None:
+        return
+    directory, _, name = spec.init_from.rpartition("/")
+    try:
+        open_store(directory).head(name)
+    except NotFoundError:
+        raise ConfigError(
+            f"init_from: there is no {spec.init_from}",
+            fix="Name a safetensors file, or a run that has ended well.",
+        ) from None
 
 
 def launch(
@@ -50,6 +72,7 @@ def launch(
         LaunchError: the backend failed; what had been started was cancelled.
     """
     found = check_launch(spec, executor)
+    check_start(spec)
     store = open_store(os.fspath(store_uri))
     probe_store(store)
     prefix = store.child(spec.run_id)

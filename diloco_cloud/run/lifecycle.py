@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
+from diloco_cloud import keys
 from diloco_cloud.errors import DilocoError, UsageError
-from diloco_cloud.executor import TERMINAL_STATES, ServerlessExecutor
-from diloco_cloud.run import keys
+from diloco_cloud.executor import TERMINAL_STATES, ReplicaHandle, ServerlessExecutor
 from diloco_cloud.run.observe import Observer
 from diloco_cloud.run.preflight import check_environment, check_trainer
-from diloco_cloud.run.record import RunRecord, create_json
+from diloco_cloud.run.record import RunRecord, create_json, list_lives, read_json, to_handle
 from diloco_cloud.run.spec import RunSpec
 from diloco_cloud.run.start import start_replicas
 from diloco_cloud.run.status import ReplicaView, RunStatus
 from diloco_cloud.store.base import ObjectStore
+
+logger = logging.getLogger(__name__)
 
 
 def check_ranks(spec: RunSpec, ranks: Sequence[int] | None) -> list[int]:
@@ -122,6 +125,27 @@ def delete(store: ObjectStore) -> int:
     store.delete_many(key for key in found if key != keys.RUN)
     store.delete(keys.RUN)
     return len(found)
+
+
+def every_handle(store: ObjectStore) -> list[ReplicaHandle]:
+    """The handles of all attempts that the run whose prefix is ``store`` has made."""
+    made = [life for life, kinds in list_lives(store).items() if "handle" in kinds]
+    found = (read_json(store, keys.handle(*life)) for life in made)
+    return [to_handle(values) for values in found if values is not None]
+
+
+def forget(handles: Sequence[ReplicaHandle], executor: Callable[[], ServerlessExecutor]) -> None:
+    """Let the executor delete what it has kept of replicas; never raises.
+
+    Not part of the contract: a provider's records are not ours to delete, a local process's are.
+    """
+    try:
+        delete_records = getattr(executor(), "forget", None)
+        if delete_records is not None:
+            for handle in handles:
+                delete_records(handle)
+    except Exception as error:  # the run itself is gone, which is what was asked for
+        logger.warning("the replicas' own records are still there: %s", error)
 
 
 def _refuse_all(status: RunStatus) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from diloco_cloud import keys
 from diloco_cloud.errors import NotFoundError
-from diloco_cloud.run import keys
 from diloco_cloud.store.base import ObjectInfo, ObjectStore
 
 #: A life of a rank: (rank, attempt).

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from diloco_cloud import keys
 from diloco_cloud.errors import NotFoundError, RunNotFoundError, StoreError, UsageError
 from diloco_cloud.executor import ReplicaHandle, ReplicaStatus, ServerlessExecutor
-from diloco_cloud.run import keys
 from diloco_cloud.run.logs import chunk_tail, render_tail
 from diloco_cloud.run.record import RunRecord, list_lives, read_json, to_handle
 from diloco_cloud.run.status import (
@@ -25,12 +25,15 @@ from diloco_cloud.run.status import (
     run_state,
     view_replica,
 )
+from diloco_cloud.run.tracebacks import end_of_log, without_plumbing
 from diloco_cloud.store.base import ObjectStore
 
 logger = logging.getLogger(__name__)
 
 #: Lines of a failed replica's log that ``status`` shows.
 TAIL_LINES = 20
+#: Lines that are read for it: more, as what surrounds a trainer's own error is left out.
+_READ_LINES = 200
 _WORKERS = 16
 
 _In = TypeVar("_In")
@@ -209,12 +212,12 @@ class Observer:
         if life not in self._tails:
             lines = []
             if executor is not None and handle is not None:
-                lines = render_tail(executor.stream_logs(handle, n_lines=TAIL_LINES))
-            lines = lines or chunk_tail(self._store, rank, attempt, TAIL_LINES)
+                lines = render_tail(executor.stream_logs(handle, n_lines=_READ_LINES))
+            lines = lines or chunk_tail(self._store, rank, attempt, _READ_LINES)
             trace = str((outcome or {}).get("traceback") or "").rstrip().splitlines()
-            if trace and trace[-1] not in lines:
+            if trace and not _says(lines, trace[-1]):
                 lines += trace
-            self._tails[life] = tuple(lines[-TAIL_LINES:])
+            self._tails[life] = tuple(end_of_log(without_plumbing(lines), TAIL_LINES))
         return self._tails[life]
 
     def _last_commit(self) -> dict[str, Any] | None:
@@ -227,6 +230,12 @@ class Observer:
                 ranks = [one.get("rank") for one in commit.get("contributors", ())]
                 return {key: commit.get(key) for key in shown} | {"contributors": ranks}
         return None
+
+
+def _says(lines: Iterable[str], error: str) -> bool:
+    """Whether a log has the last line of a traceback, with or without the error's class."""
+    message = error.partition(": ")[2] or error
+    return any(message in line for line in lines)
 
 
 def _parallel(function: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from diloco_cloud.errors import ConfigError, MissingDependencyError, TrainerImportError
@@ -21,6 +22,7 @@ from diloco_cloud.run.spec import TRAINER_SETTINGS, RunSpec
 #: Keywords that every trainer is called with.
 DOOR = ("manager", "rank", "world_size")
 
+_LITERALS = (ast.Constant, ast.List, ast.Dict, ast.Set, ast.Tuple, ast.JoinedStr)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -46,17 +48,24 @@ def check_environment(spec: RunSpec) -> None:
             )
 
 
-def check_trainer(trainer: str, trainer_args: Mapping[str, Any], directory: str) -> None:
+def check_trainer(
+    trainer: str,
+    trainer_args: Mapping[str, Any],
+    directory: str,
+    *,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Check that ``trainer`` exists and can be called with ``trainer_args``.
 
     Args:
         trainer: "package.module:function".
         trainer_args: its keywords, besides those of ``DOOR``.
         directory: searched before the interpreter's own path.
+        settings: of the run, which only the trainer can put into effect.
 
     Raises:
         TrainerImportError: no such module or function, or one that is not a trainer.
-        ConfigError: an argument the function does not take, or one it lacks.
+        ConfigError: an argument or a setting the function does not take, or one it lacks.
     """
     module, _, name = trainer.partition(":")
     source = _source(trainer, module, directory)
@@ -69,7 +78,8 @@ def check_trainer(trainer: str, trainer_args: Mapping[str, Any], directory: str)
             f"trainer {trainer!r}: {source}:{error.lineno} does not parse: {error.msg}",
             fix="Correct the file.",
         ) from None
-    names = dict(_top_level(tree))
+    bound = list(_top_level(tree))
+    names = dict(bound)
     if name not in names:
         if "*" in names or "__getattr__" in names:
             return
@@ -78,9 +88,15 @@ def check_trainer(trainer: str, trainer_args: Mapping[str, Any], directory: str)
             f"trainer {trainer!r}: {source} defines no {name!r}",
             fix=f"Did you mean {module}:{near[0]}?" if near else "Name a function of that module.",
         )
+    if all(_is_literal(node, name) for other, node in bound if other == name):
+        raise TrainerImportError(
+            f"trainer {trainer!r} is a value, not a function",
+            fix="Name a function train(*, manager, rank, world_size, **trainer_args).",
+        )
     node = names[name]
     if isinstance(node, _Function) and not node.decorator_list:
         _check_signature(trainer, node.args, trainer_args)
+        _check_settings(trainer, node.args, settings)
 
 
 def _source(trainer: str, module: str, directory: str) -> Path | None:
@@ -126,6 +142,26 @@ def _top_level(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
             yield node.target.id, node
         elif isinstance(node, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
             yield from _top_level(node)
+
+
+def _is_literal(node: ast.AST, name: str) -> bool:
+    """Whether ``node`` assigns a literal to ``name``, which nobody can call."""
+    if isinstance(node, ast.Assign):
+        to_name = any(isinstance(t, ast.Name) and t.id == name for t in node.targets)
+        return to_name and isinstance(node.value, _LITERALS)
+    return isinstance(node, ast.AnnAssign) and isinstance(node.value, _LITERALS)
+
+
+def _check_settings(trainer: str, arguments: ast.arguments, settings: Mapping[str, Any]) -> None:
+    """Refuse a setting that the trainer alone could put into effect, and does not ask for."""
+    taken = {arg.arg for arg in (*arguments.args, *arguments.kwonlyargs)}
+    for name, value in settings.items():
+        if arguments.kwarg is None and name not in taken:
+            raise ConfigError(
+                f"{name} is {value!r}, which would have no effect: trainer {trainer!r} "
+                "does not take it",
+                fix=f"Add the keyword {name} to its signature and use it, or leave {name} out.",
+            )
 
 
 def _check_signature(

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diloco_cloud import __version__
+from diloco_cloud import __version__, keys
 from diloco_cloud.errors import (
     AlreadyExistsError,
     ConfigError,
@@ -22,7 +22,6 @@ from diloco_cloud.errors import (
     RunNotFoundError,
 )
 from diloco_cloud.executor import ReplicaHandle
-from diloco_cloud.run import keys
 from diloco_cloud.run.spec import SPEC_VERSION, RunSpec
 from diloco_cloud.store.base import ObjectStore
 
@@ -115,7 +114,7 @@ def read_run(store: ObjectStore) -> RunRecord | None:
 def run_not_found(store: ObjectStore, run_id: str) -> RunNotFoundError:
     """The error for an id that is not in ``store``, with the nearest id that is."""
     try:
-        known = store.list_dirs("")
+        known = [name for name in store.list_dirs("") if name != run_id]
     except NotFoundError:
         known = []
     near = difflib.get_close_matches(run_id, known, n=1) or [

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from diloco_cloud.run import keys
+from diloco_cloud import keys
 from diloco_cloud.run.record import list_lives, read_json
 from diloco_cloud.run.spec import RunSpec
 from diloco_cloud.store.base import ObjectStore
@@ -29,6 +29,11 @@ class RunResults:
     outcomes: tuple[Mapping[str, Any] | None, ...]
     manifest: Mapping[str, Any] | None
     files: tuple[str, ...]
+
+    @property
+    def model(self) -> str | None:
+        """The key of the trained parameters in the run's prefix, or None."""
+        return keys.MODEL if keys.MODEL in self.files else None
 
     @property
     def returned(self) -> list[Any]:
@@ -54,9 +59,9 @@ def read_results(store: ObjectStore, spec: RunSpec) -> RunResults:
     for rank in range(spec.replicas):
         attempt = max((a for r, a in lives if r == rank), default=0)
         outcomes.append(read_json(store, keys.outcome(rank, attempt)))
-    manifest_key = f"{keys.RESULT}manifest.json"
-    files = tuple(info.key for info in store.list(keys.RESULT) if info.key != manifest_key)
-    return RunResults(tuple(outcomes), read_json(store, manifest_key), files)
+    listed = store.list(keys.RESULT)
+    files = tuple(info.key for info in listed if info.key != keys.RESULT_MANIFEST)
+    return RunResults(tuple(outcomes), read_json(store, keys.RESULT_MANIFEST), files)
 
 
 def read_metrics(store: ObjectStore) -> list[dict[str, Any]]:

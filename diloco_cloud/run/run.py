@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from diloco_cloud.errors import ConfigError, CorruptError, NotFoundError
+from diloco_cloud.errors import ConfigError, CorruptError
 from diloco_cloud.executor import ServerlessExecutor, State
 from diloco_cloud.executor_registry import get_executor
 from diloco_cloud.run import lifecycle
@@ -22,6 +22,7 @@ from diloco_cloud.run.spec import RunSpec
 from diloco_cloud.run.status import RunStatus
 from diloco_cloud.store import open_store
 from diloco_cloud.store.base import ObjectStore
+from diloco_cloud.store.directory import DirectoryStore
 
 logger = logging.getLogger(__name__)
 
@@ -229,6 +230,8 @@ class Run:
     def down(self, *, cancel: bool = False, timeout: float = 60.0) -> int:
         """Delete everything the run has in its store; returns the number of objects.
 
+        What its executor has kept of the replicas (logs, records) goes too, where that can be had.
+
         Args:
             cancel: cancel replicas that are still going, and wait for their end.
             timeout: seconds to wait for it.
@@ -242,7 +245,10 @@ class Run:
             lifecycle.refuse_unless(cancel, status)
             self.cancel()
             lifecycle.require_ended(self.wait(timeout))
-        return lifecycle.delete(self._store)
+        handles = lifecycle.every_handle(self._store)
+        count = lifecycle.delete(self._store)
+        lifecycle.forget(handles, lambda: self.executor)
+        return count
 
     def metrics(self) -> list[dict[str, Any]]:
         """What each replica reported of each round, by rank, attempt and round."""
@@ -261,14 +267,16 @@ class Run:
 
 
 def list_runs(store_uri: str | os.PathLike[str]) -> list[Run]:
-    """The runs of a store, newest first. A store that is not there has none."""
+    """The runs of a store, newest first.
+
+    Raises:
+        NotFoundError: there is no such directory or bucket.
+    """
     store = open_store(os.fspath(store_uri))
-    try:
-        names = store.list_dirs("")
-    except NotFoundError:
-        return []
+    if isinstance(store, DirectoryStore):
+        store.require()
     runs = []
-    for name in names:
+    for name in store.list_dirs(""):
         prefix = store.child(name)
         try:
             record = read_run(prefix)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any, Literal, TypeAlias
 
 from blake3 import blake3
@@ -18,6 +19,14 @@ from blake3 import blake3
 from diloco_cloud.errors import ConfigError
 
 SPEC_VERSION = 1
+_AT_LEAST_1 = ("replicas", "sync_every", "rounds", "fragments", "snapshot_every", "timeout")
+_NUMBERS = (
+    "round_timeout",
+    "join_timeout",
+    "outer_lr",
+    "outer_momentum",
+    "fragment_update_alpha",
+)
 #: Settings that a trainer is given if its signature names them.
 TRAINER_SETTINGS = (
     "sync_every",
@@ -54,6 +63,7 @@ class RunSpec:
         fragment_update_alpha: weight of the local parameters in the merge, 0 to 1.
         outer_lr, outer_momentum, nesterov: outer SGD (arXiv:2311.08105, section 3).
         seed: of the initial weights and, with the rank, of everything random in a replica.
+        init_from: URI of the safetensors file the run begins with; None: replica 0's own weights.
         reduction: "all-gather" (everyone reads everything), "sharded" (rank k reduces shard k) or
             "auto", by which moves fewer bytes.
         snapshot_every: rounds between two snapshots of the outer state.
@@ -79,6 +89,7 @@ class RunSpec:
     outer_momentum: float = 0.9
     nesterov: bool = True
     seed: int = 0
+    init_from: str | None = None
     reduction: Reduction = "auto"
     snapshot_every: int = 5
     round_timeout: float = 1800.0
@@ -90,6 +101,7 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "secrets", tuple(self.secrets))
+        _check_types(self)
         _validate(self)
 
     def to_json(self) -> dict[str, Any]:
@@ -113,6 +125,13 @@ class RunSpec:
         return cls(**values)
 
     @property
+    def changed_trainer_settings(self) -> dict[str, Any]:
+        """Those of :data:`TRAINER_SETTINGS` that differ from their defaults."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        values = {name: getattr(self, name) for name in TRAINER_SETTINGS}
+        return {name: value for name, value in values.items() if value != defaults[name]}
+
+    @property
     def digest(self) -> str:
         """Hex BLAKE3 (128 bits) of the canonical JSON."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
@@ -131,20 +150,14 @@ def _validate(spec: RunSpec) -> None:
         f"{spec.run_id!r} cannot be a run id",
         "Use 2 to 40 lower-case letters, digits and dashes, beginning with a letter.",
     )
-    for name in ("replicas", "sync_every", "fragments", "snapshot_every", "timeout"):
+    for name in _AT_LEAST_1:
         value = getattr(spec, name)
-        check(_is_int(value) and value >= 1, f"{name} is {value!r}", "It must be at least 1.")
-    if spec.rounds is not None:
-        check(
-            _is_int(spec.rounds) and spec.rounds >= 1,
-            f"rounds is {spec.rounds!r}",
-            "It must be at least 1.",
-        )
+        check(value is None or value >= 1, f"{name} is {value!r}", "It must be at least 1.")
     for name in ("round_timeout", "join_timeout", "outer_lr"):
         value = getattr(spec, name)
-        check(_is_number(value) and value > 0, f"{name} is {value!r}", "It must be positive.")
+        check(value > 0, f"{name} is {value!r}", "It must be positive.")
     check(
-        _is_number(spec.outer_momentum) and 0 <= spec.outer_momentum < 1,
+        0 <= spec.outer_momentum < 1,
         f"outer_momentum is {spec.outer_momentum!r}",
         "It must be at least 0 and below 1.",
     )
@@ -154,7 +167,7 @@ def _validate(spec: RunSpec) -> None:
         "Set outer_momentum above 0, or nesterov to false.",
     )
     check(
-        _is_number(spec.fragment_update_alpha) and 0 <= spec.fragment_update_alpha <= 1,
+        0 <= spec.fragment_update_alpha <= 1,
         f"fragment_update_alpha is {spec.fragment_update_alpha!r}",
         "It must be between 0 and 1.",
     )
@@ -164,8 +177,7 @@ def _validate(spec: RunSpec) -> None:
         "Fragments are synchronised in turn, one every sync_every / fragments steps.",
     )
     check(
-        _is_int(spec.fragment_sync_delay)
-        and 0 <= spec.fragment_sync_delay < spec.sync_every // spec.fragments,
+        0 <= spec.fragment_sync_delay < spec.sync_every // spec.fragments,
         f"fragment_sync_delay is {spec.fragment_sync_delay!r}",
         "It must be at least 0 and below sync_every / fragments.",
     )
@@ -174,17 +186,43 @@ def _validate(spec: RunSpec) -> None:
         f"reduction is {spec.reduction!r}",
         'It must be "auto", "all-gather" or "sharded".',
     )
-    check(
-        re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", spec.trainer) is not None,
-        f"{spec.trainer!r} does not name a trainer",
-        'Write "package.module:function".',
-    )
+    _check_trainer_name(spec.trainer)
     try:
         json.dumps(spec.trainer_args)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"trainer_args are not JSON: {error}", fix="Use strings, numbers, lists and tables."
         ) from None
+
+
+def _check_types(spec: RunSpec) -> None:
+    """Raise ``ConfigError`` for a setting of the wrong type; what is compared later is a number."""
+    wanted: dict[str, tuple[Callable[[object], bool], str]] = {
+        **dict.fromkeys(("seed", "fragment_sync_delay", *_AT_LEAST_1), (_is_int, "a whole number")),
+        **dict.fromkeys(_NUMBERS, (_is_number, "a number")),
+        "nesterov": (lambda value: isinstance(value, bool), "true or false"),
+    }
+    for name, (is_right, kind) in wanted.items():
+        value = getattr(spec, name)
+        if not is_right(value) and not (name == "rounds" and value is None):
+            raise ConfigError(f"{name} is {value!r}", fix=f"It must be {kind}.")
+
+
+def _check_trainer_name(trainer: str) -> None:
+    module, _, function = trainer.partition(":")
+    if "/" in module or module.endswith(".py"):
+        path = PurePosixPath(module).with_suffix("")
+        inside = not path.is_absolute() and ".." not in path.parts
+        name = f"{'.'.join(path.parts) if inside else path.name}:{function or 'train'}"
+        where = "" if inside else f", and launch from {path.parent}"
+        raise ConfigError(
+            f"the trainer {trainer!r} is a path, and a trainer is named by its module",
+            fix=f"Write {name}{where}.",
+        )
+    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", trainer) is None:
+        raise ConfigError(
+            f"{trainer!r} does not name a trainer", fix='Write "package.module:function".'
+        )
 
 
 def _is_int(value: object) -> bool:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from diloco_cloud import keys
 from diloco_cloud.errors import DilocoError, LaunchError
 from diloco_cloud.executor import LaunchOptions, ReplicaHandle, ServerlessExecutor
-from diloco_cloud.run import keys
 from diloco_cloud.run.record import RunRecord, create_json, write_handle
 from diloco_cloud.run.spec import RunSpec
 from diloco_cloud.store.base import ObjectStore

@@ -113,6 +113,18 @@ class RunStatus:
     def is_terminal(self) -> bool:
         return self.state in TERMINAL_STATES
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all replicas that get on; 0 where none does.
+
+        A replica's own figure is that of its last round, and says nothing of one that has fallen
+        silent, or waits for another that is not in the rounds.
+        """
+        views = [view for view in self.replicas if _takes_part(view)]
+        present = {view.rank for view in views}
+        moving = (view for view in views if present.issuperset(view.waiting_for))
+        return sum(view.tokens_per_s or 0.0 for view in moving)
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         missing = [{"rank": rank, "why": why} for rank, why in self.missing]
@@ -244,16 +256,23 @@ def _why_missing(view: ReplicaView, *, awaited: bool) -> str | None:
         return "cancelled"
     if view.state == "pending":
         return "not started yet"
-    silent = view.heartbeat_age_s is None or view.heartbeat_age_s > HEARTBEAT_STALE_S
     if view.state == "unknown":
         return "cannot be asked, and " + _silence(view)
-    if view.state == "running" and silent:
+    if view.state == "running" and not _is_heard(view):
         return _silence(view)
     if view.state == "running" and view.excluded:
         return f"left out: {view.excluded}"
     if view.state == "running" and awaited:
         return f"the others wait for it; it is {view.phase or 'running'}"
     return None
+
+
+def _takes_part(view: ReplicaView) -> bool:
+    return view.state == "running" and _is_heard(view) and view.phase in ("training", "syncing")
+
+
+def _is_heard(view: ReplicaView) -> bool:
+    return view.heartbeat_age_s is not None and view.heartbeat_age_s <= HEARTBEAT_STALE_S
 
 
 def _silence(view: ReplicaView) -> str:

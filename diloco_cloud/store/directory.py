@@ -59,6 +59,8 @@ class DirectoryStore:
     def __init__(self, root: str | os.PathLike[str], *, fsync: bool = True) -> None:
         self._root = Path(root).expanduser().absolute()
         self._fsync = fsync
+        #: Up to here empty directories are removed; a child's own root is one of them.
+        self._top = self._root
         self._scratch = self._root / _SCRATCH
         self._scratch_ready = False
 
@@ -68,6 +70,13 @@ class DirectoryStore:
     @property
     def uri(self) -> str:
         return self._root.as_uri()
+
+    def require(self) -> None:
+        """Raise ``NotFoundError`` unless the directory is there already."""
+        if not self._root.is_dir():
+            raise NotFoundError(
+                f"there is no directory {self._root}", fix="Check the name; a launch would make it."
+            )
 
     def create(self, key: str, data: Data) -> None:
         target = self._path(key)
@@ -145,7 +154,8 @@ class DirectoryStore:
 
     def child(self, path: str) -> DirectoryStore:
         child = DirectoryStore(self._path(path.rstrip("/")), fsync=self._fsync)
-        child._scratch, child._scratch_ready = self._scratch, self._scratch_ready
+        child._top, child._scratch = self._top, self._scratch
+        child._scratch_ready = self._scratch_ready
         return child
 
     def _path(self, key: str) -> Path:
@@ -180,12 +190,7 @@ class DirectoryStore:
 
     @contextlib.contextmanager
     def _opened_scratch(self, path: Path) -> Iterator[int]:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        try:
-            descriptor = os.open(path, flags, 0o666)
-        except FileNotFoundError:  # someone cleaned up by hand
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, flags, 0o666)
+        descriptor = _create_file(path)
         try:
             yield descriptor
         finally:
@@ -226,15 +231,38 @@ class DirectoryStore:
                     yield ObjectInfo(key, status.st_size, status.st_mtime)
 
     def _prune(self, folder: Path) -> None:
-        """Remove ``folder`` and the directories above it, up to the root, that are empty."""
-        while folder != self._root:
+        """Remove ``folder`` and the directories above it, up to the top, that are empty."""
+        while folder != self._top:
             try:
-                folder.rmdir()
+                _remove_empty(folder)
             except FileNotFoundError:
                 pass  # a concurrent delete was faster; go on upwards
             except OSError:
                 return
             folder = folder.parent
+
+
+def _create_file(path: Path) -> int:
+    """Open a new file for writing, making its directory as often as it is removed."""
+    for _ in range(_PLACE_ATTEMPTS):
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileNotFoundError:  # cleaned up by hand, or by whoever emptied the store
+            with contextlib.suppress(FileNotFoundError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+    raise StoreError(f"{path} could not be written: its directory keeps disappearing")
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove a directory that holds nothing, or the unused scratch folder of a store opened there.
+
+    Raises:
+        OSError: it holds something else.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if os.listdir(folder) == [_SCRATCH]:
+            (folder / _SCRATCH).rmdir()
+    folder.rmdir()
 
 
 def _link(source: Path, target: Path) -> None:

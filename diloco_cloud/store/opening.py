@@ -7,13 +7,16 @@ import re
 from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from diloco_cloud.errors import ConfigError, MissingDependencyError
+from diloco_cloud.errors import ConfigError, MissingDependencyError, StoreError, UnreachableError
 from diloco_cloud.store.base import ObjectStore, check_key
 from diloco_cloud.store.directory import DirectoryStore
 from diloco_cloud.store.memory import MemoryStore
+from diloco_cloud.store.redaction import redacted
 from diloco_cloud.store.retry import RetryingStore, RetryPolicy
 
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+#: What becomes of a URI that loses a slash, as in ``Path("s3://bucket")``. One letter is a drive.
+_ONE_SLASH: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 _BUCKETS: Final = frozenset({"s3", "gs", "az"})
 _ALIASES: Final = {"s3a": "s3", "gcs": "gs"}
 
@@ -34,7 +37,7 @@ def open_store(uri: str | os.PathLike[str], *, retry: RetryPolicy | None = None)
     text = os.fspath(uri)
     if not text or "\0" in text:
         raise ConfigError("the store's URI is empty or holds a null character")
-    if not _SCHEME.match(text):
+    if not is_uri(text):
         return DirectoryStore(text)
     parts = _split(text)
     if parts.scheme == "file":
@@ -44,6 +47,22 @@ def open_store(uri: str | os.PathLike[str], *, retry: RetryPolicy | None = None)
         memory = MemoryStore(_bucket(parts))
         return memory.child(prefix) if prefix else memory
     return RetryingStore(_remote(text, parts, prefix), retry)
+
+
+def is_uri(text: str) -> bool:
+    """Whether ``text`` names a store by a URI rather than by a path.
+
+    Raises:
+        ConfigError: it is a URI that lacks a slash.
+    """
+    if damaged := _ONE_SLASH.match(text):
+        scheme, rest = damaged[1], text[damaged.end() :]
+        slashes = ":///" if scheme == "file" else "://"
+        raise ConfigError(
+            f"{redacted(text)!r} is neither a path nor a URI: a slash is missing",
+            fix=f"Write {redacted(scheme + slashes + rest)}, or ./{scheme}:/… for a directory.",
+        )
+    return _SCHEME.match(text) is not None
 
 
 def _split(text: str) -> SplitResult:
@@ -136,4 +155,12 @@ def _filesystem(text: str, scheme: str) -> ObjectStore:
             f"no store knows the scheme {scheme}://",
             fix="Use a directory, s3://, gs://, az:// or hf://buckets/.",
         ) from None
+    except StoreError:
+        raise
+    except Exception as error:  # some connect at once, and raise whatever their client raises
+        line = redacted(str(error).split("\n", 1)[0])[:300]
+        raise UnreachableError(
+            f"{redacted(text)} cannot be reached ({type(error).__name__}: {line})",
+            fix="Check the address, the network, and what this filesystem needs.",
+        ) from error
     return FilesystemStore(fs, root)

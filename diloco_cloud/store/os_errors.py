@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import socket
 from typing import Final
 
 from diloco_cloud.errors import (
@@ -42,6 +43,7 @@ def store_error(error: OSError, subject: str) -> StoreError:
         return StoreError(
             f"no space left for {subject}: {text}", fix="Free space, or choose another store."
         )
-    if isinstance(error, (ConnectionError, TimeoutError)) or code in _TRANSIENT:
+    lost = (ConnectionError, TimeoutError, socket.gaierror)
+    if isinstance(error, lost) or code in _TRANSIENT:
         return UnreachableError(f"{subject} cannot be reached: {text}")
     return StoreError(f"{subject}: {text}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,8 @@ from diloco_cloud.errors import (
 from diloco_cloud.store.base import ObjectStore
 
 _PREFIX = ".diloco-probe/"
+#: The probe's own object or folder, of which nobody but this module knows.
+_PROBE_NAME = re.compile(r"/\.diloco-(?:probe|tmp)(?:/[0-9a-f]*)?")
 
 
 def probe_store(store: ObjectStore) -> None:
@@ -51,13 +54,15 @@ def _attempt(what: str, store: ObjectStore, step: Callable[[], None]) -> None:
     """Run ``step``; say which of the things a run does was not possible."""
     try:
         step()
-    except DeniedError as error:
-        raise DeniedError(f"cannot {what} {store.uri}: {error.message}", fix=error.fix) from error
-    except NotFoundError as error:
-        raise NotFoundError(
-            f"cannot {what} {store.uri}: {error.message}",
-            fix=error.fix or "Create the bucket or the directory first, or correct the URI.",
-        ) from error
+    except AlreadyExistsError:
+        raise
+    except StoreError as error:
+        message, fix = _PROBE_NAME.sub("", error.message), error.fix
+        if isinstance(error, (DeniedError, NotFoundError)):
+            message = f"cannot {what} {store.uri}: {message}"
+        if isinstance(error, NotFoundError):
+            fix = fix or "Create the bucket or the directory first, or correct the URI."
+        raise type(error)(message, fix=fix) from error
 
 
 def _check_exclusive(store: ObjectStore, key: str) -> None:

@@ -75,8 +75,12 @@ class RetryPolicy:
                 elapsed = self.clock() - started
                 if attempt + 1 == self.attempts or elapsed + wait > self.deadline_s:
                     raise _exhausted(error, attempt + 1, elapsed) from error
-                logger.debug(
-                    "%s; attempt %d in %.2f s", error.message.split("\n")[0], attempt + 2, wait
+                logger.warning(
+                    "%s; retrying in %.1f s (attempt %d of %d)",
+                    error.message.split("\n")[0],
+                    wait,
+                    attempt + 2,
+                    self.attempts,
                 )
                 self.sleep(wait)
         raise AssertionError("unreachable: the last attempt returns or raises")

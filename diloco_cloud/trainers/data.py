@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from diloco_cloud import keys
 from diloco_cloud.errors import AlreadyExistsError, ConfigError
-from diloco_cloud.run import keys
 from diloco_cloud.store.base import ObjectStore
 from diloco_cloud.trainers.batches import BatchSampler, validation_windows
 from diloco_cloud.trainers.text import Corpus, read_documents, shard, split_corpus

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -9,11 +10,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import Result
 from replica_writer import ReplicaWriter
+from rich.console import Console
 from scripted_executor import ScriptedExecutor
 
+from diloco_cloud.cli.tables import run_table, status_view
 from diloco_cloud.run import Run
 
 Call = Callable[..., Result]
@@ -78,6 +82,13 @@ def test_ls_shows_runs(call: Call, make_run: MakeRun, store_uri: str, name: str)
     assert {one["run_id"] for one in values} == {"run-1", "run-2"}
 
 
+def test_ls_of_a_store_that_is_not_there(call: Call, tmp_path: Path, s3_uri: str) -> None:
+    for store, missing in ((str(tmp_path / "no"), "no directory"), ("s3://no-such-b/x", "bucket")):
+        result = call("ls", "--store", store)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert missing in result.stderr
+
+
 def test_ls_of_an_empty_store(call: Call, tmp_path: Path) -> None:
     result = call("ls", "--store", str(tmp_path))
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "No runs here.\n")
@@ -99,6 +110,67 @@ def test_status_shows_a_crash_with_exit_code_reason_and_log(
     values = json.loads(call("status", run.run_id, "--store", store_uri, "--json").stdout)
     assert values["replicas"][1]["exit_code"] == 1
     assert values["missing"] == [{"rank": 1, "why": "failed: exit_code"}]
+
+
+def test_status_says_a_common_failure_once(
+    call: Call, make_run: MakeRun, store_uri: str, scripted: ScriptedExecutor
+) -> None:
+    run = make_run(replicas=3)
+    for rank in range(2):
+        output = f"replica {rank} of 3\nValueError: bad shard {rank}"
+        scripted.set(rank, state="failed", exit_code=1, message="ValueError: boom", output=output)
+    scripted.set(2, state="failed", exit_code=1, message="KeyError: 'x'", output="KeyError: 'x'")
+    shown = call("status", run.run_id, "--store", store_uri).stdout
+    assert "replicas 0, 1 failed: ValueError: boom\n  the end of replica 0's log:\n" in shown
+    assert shown.count("bad shard") == 1
+    assert "replica 2 failed: KeyError: 'x'\n  the end of its log:\n" in shown
+
+
+@pytest.mark.parametrize("watch", [False, True])
+def test_status_has_the_bar_on_a_line_of_its_own(
+    call: Call,
+    make_run: MakeRun,
+    store_uri: str,
+    scripted: ScriptedExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    watch: bool,
+) -> None:
+    run = make_run(rounds=4)
+    where = (run.run_id, "--store", store_uri)
+    before = call("status", *where).stdout.splitlines()
+    assert before[1].split() == ["replica", "state", "why"]
+    ReplicaWriter(run.store, 0).beat(round=2)
+    if watch:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("NO_COLOR", "1")
+        monkeypatch.setattr(Run, "watch", lambda run, interval: iter([run.status()]))
+    shown = click.unstyle(call("status", *where, *(["-w"] if watch else [])).stdout)
+    lines = shown.splitlines()
+    start = next(index for index, line in enumerate(lines) if "round 2/4" in line)
+    assert set(lines[start + 1].strip()) == {"━"}
+    assert lines[start + 2].split()[:2] == ["replica", "state"]
+
+
+def test_tables_fit_a_narrow_terminal(make_run: MakeRun, scripted: ScriptedExecutor) -> None:
+    width = 60
+    run = make_run("a-run-of-a-rather-long-name", rounds=4)
+    ReplicaWriter(run.store, 0).beat(round=2, inner_step=100, loss=1.5, tokens_per_s=12345.0)
+    scripted.set(1, state="failed", exit_code=1, message="a long story that has to be wrapped")
+    console = Console(file=io.StringIO(), width=width)
+    console.print(status_view(run.status(), width))
+    console.print(run_table([run.status()]))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, shown.splitlines())) <= width
+    assert "tokens" not in shown.partition("replica")[2]
+    assert ("RUNNING" in shown, "a long" in shown) == (True, True)
+    assert "…" in shown  # cut cells say so
+
+
+def test_ls_of_a_run_that_has_not_begun_shows_no_round(
+    call: Call, make_run: MakeRun, store_uri: str
+) -> None:
+    make_run(rounds=7)
+    assert "/7" not in call("ls", "--store", store_uri).stdout
 
 
 def test_status_watch_ends_with_the_run(
@@ -150,6 +222,19 @@ def test_wait_and_logs_follow_tell_the_end_by_exit_code(
     assert call("logs", run.run_id, "--store", store_uri, "-f").exit_code == exit_code
     document = json.loads(call("wait", run.run_id, "--store", store_uri, "--json").stdout)
     assert document["state"] == state
+
+
+def test_wait_tells_where_the_model_is(
+    call: Call, make_run: MakeRun, store_uri: str, scripted: ScriptedExecutor
+) -> None:
+    run = make_run()
+    _end(scripted, "succeeded", exit_code=0)
+    where = (run.run_id, "--store", store_uri)
+    assert call("wait", *where).stderr == ""  # it left none
+    run.store.create("result/model.safetensors", b"weights")
+    result = call("wait", *where)
+    assert result.stdout == "SUCCEEDED\n"
+    assert result.stderr == f"The model is {store_uri}/run-1/result/model.safetensors\n"
 
 
 def test_wait_that_times_out_exits_101(call: Call, make_run: MakeRun, store_uri: str) -> None:

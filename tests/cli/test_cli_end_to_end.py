@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from servers import free_ports
 
 from diloco_cloud.run import list_runs
 
@@ -125,7 +127,7 @@ def test_run_outlives_a_killed_launcher(
 
 
 def test_crash_is_failed_with_exit_code_reason_and_log(
-    launcher: Terminal, elsewhere: Terminal
+    launcher: Terminal, elsewhere: Terminal, tmp_path: Path
 ) -> None:
     code, out, err = launcher.call(*_launch("--set", "crash=true"))
     assert (code, out) == (100, "run-1\n")
@@ -138,10 +140,30 @@ def test_crash_is_failed_with_exit_code_reason_and_log(
     assert "ValueError: boom on purpose" in raised["log_tail"][-1]
     assert (killed["state"], killed["exit_code"]) == ("failed", -signal.SIGSEGV)
     assert "about to die" in killed["log_tail"]
+    assert not any("diloco_cloud" in line for line in raised["log_tail"] if "File" in line)
+    (log,) = (tmp_path / "home" / "local").glob("*/0.0/log.txt")
+    assert log.read_text().count("Traceback") == 1
 
     _, out, _ = elsewhere.call("logs", *where)
     assert out.count("ValueError: boom on purpose") == 1
     assert elsewhere.call("wait", *where)[0] == 100
+
+
+def test_warnings_of_a_store_that_is_retried_reach_the_terminal(elsewhere: Terminal) -> None:
+    elsewhere.environment |= {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_ports(1)[0]}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "us-east-1",
+    }
+    process = elsewhere.start("ls", "--store", "s3://bucket/runs")
+    assert process.stderr is not None
+    try:
+        said = process.stderr.readline()
+    finally:
+        process.kill()
+        process.communicate()
+    assert re.match(r"Warning: s3://bucket/runs cannot be reached .*; retrying in \S+ s", said)
 
 
 def test_ctrl_c_detaches_then_cancel_resume_and_down(
@@ -171,3 +193,5 @@ def test_ctrl_c_detaches_then_cancel_resume_and_down(
     assert "nothing to resume" in err
     assert elsewhere.call("down", *where, "--yes")[0] == 0
     assert elsewhere.call("status", *where)[0] == 102
+    assert not (store / "run-1").exists()
+    assert list((tmp_path / "home" / "local").iterdir()) == []

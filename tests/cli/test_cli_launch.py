@@ -93,6 +93,24 @@ def test_launch_dry_run_prints_the_request_and_writes_nothing(
     assert list(scripted.directory.iterdir()) == []
 
 
+def test_launch_dry_run_warns_of_a_gpu_that_changes_nothing(call: Call) -> None:
+    result = call("launch", "--gpu", "H100", "--dry-run")
+    assert "gpu H100 has no effect" in result.stderr
+    assert json.loads(result.stdout)["spec"]["gpu"] == "H100"
+
+
+def test_launch_on_an_absent_backend_asks_nothing_else(call: Call) -> None:
+    result = call("launch", "--backend", "modal")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: the backend 'modal' is not installed\n  Installed: ")
+    assert "Did you mean" not in result.stderr
+
+
+def test_launch_counts_one_replica(call: Call, store_uri: str) -> None:
+    result = call(*SCRIPTED, "--store", store_uri, "--replicas", "1", "-d")
+    assert "1 replica is launched on scripted." in result.stderr
+
+
 def test_launch_on_a_backend_that_bills_asks_first(call: Call, store_uri: str) -> None:
     result = call(*SCRIPTED[:-1], "--store", store_uri)
     assert result.exit_code == 2
@@ -106,6 +124,9 @@ BAD_INPUT = {
     "no replicas": (("--replicas", "0"), "replicas is 0\n  It must be at least 1."),
     "not a number": (("--replicas", "x"), "Invalid value for '--replicas'"),
     "unknown backend": (("--backend", "scriptd"), "Did you mean 'scripted'?"),
+    "no effect": (("--fragments", "5"), "fragments is 5, which would have no effect"),
+    "a path": (("--trainer", "toy_trainer.py:train"), "Write toy_trainer:train."),
+    "one slash": (("--store", "s3:/bucket"), "Write s3://bucket"),
     "no such file": (("none.toml",), "cannot read none.toml"),
     "bad key": (("bad.toml",), "unknown key: replica\n  Did you mean replicas?"),
     "no such module": (("--trainer", "nope:train"), "there is no module 'nope'"),

@@ -16,9 +16,9 @@ SURFACE = {
     "launch": """
         --backend --replicas --store --name --run-id --trainer --trainer-args --set --sync-every
         --rounds --fragments --fragment-sync-delay --fragment-update-alpha --outer-lr
-        --outer-momentum --nesterov --no-nesterov --seed --reduction --snapshot-every --gpu
-        --timeout --round-timeout --join-timeout --secret --env --env-file -d --detach --dry-run
-        --json -y --yes -q --quiet
+        --outer-momentum --nesterov --no-nesterov --seed --init-from --reduction --snapshot-every
+        --gpu --timeout --round-timeout --join-timeout --secret --env --env-file -d --detach
+        --dry-run --json -y --yes -q --quiet
     """,
     "ls": "--store --json -q --quiet",
     "status": "--store -w --watch --json",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import click
 import pytest
 
 from diloco_cloud.cli.main import cli
+from diloco_cloud.run import config
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -101,6 +103,18 @@ def test_readme_is_short() -> None:
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "python"], ids=str)
 def test_python_blocks_compile(block: Block) -> None:
     compile(block.text, str(block), "exec", flags=ast.PyCF_ONLY_AST)
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "toml"], ids=str)
+def test_configurations_are_accepted(block: Block, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(block.text)
+    settings = config.resolve({}, environ={}, file=file)
+    named = tomllib.loads(block.text).keys() - {"name", "store", "timeout", "secrets"}
+    spec = settings.spec.to_json()
+    assert {key: spec[key] for key in named} == {
+        key: value for key, value in tomllib.loads(block.text).items() if key in named
+    }
 
 
 def test_commands_are_found() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from diloco_cloud import keys
 from diloco_cloud.errors import (
     CorruptContributionError,
     DeniedError,
@@ -22,7 +23,6 @@ from diloco_cloud.errors import (
     LayoutMismatchError,
     RoundTimeoutError,
 )
-from diloco_cloud.exchange import keys
 from diloco_cloud.exchange.agreement import Clock
 from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
 from diloco_cloud.exchange.contribution import checksums, decode, header_size

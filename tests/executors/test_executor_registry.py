@@ -70,6 +70,13 @@ def test_unknown_backend_is_told_what_there_is() -> None:
     assert "Did you mean" not in str(caught.value)
 
 
+def test_backend_of_a_later_version_is_not_taken_for_a_slip() -> None:
+    with pytest.raises(UnknownBackendError) as caught:
+        get_executor("modal")
+    assert caught.value.message == "the backend 'modal' is not installed"
+    assert (caught.value.fix or "").startswith("Installed: ")
+
+
 def test_backend_declared_twice_is_refused(install: Callable[..., None]) -> None:
     install(CONFORMING)
     install(CONFORMING, name="plugin_two")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
 
 
-def sft_trainer(rank: int, where: Path, *, lora: bool) -> tuple[SFTTrainer, DiLoCoCallback]:
+def train(where: str, rank: int, lora: bool) -> tuple[str | None, int, list[tuple[int, ...]]]:
+    """Fine-tune as one replica; its global digest, outer steps, and the shapes it exchanged."""
     torch.manual_seed(rank)
     config = Qwen2Config(
         vocab_size=32,
@@ -40,12 +40,10 @@ def sft_trainer(rank: int, where: Path, *, lora: bool) -> tuple[SFTTrainer, DiLo
         max_position_embeddings=64,
         tie_word_embeddings=True,
     )
-    door = ObjectStoreAllReduce(
-        f"memory://{where.name}", rank, 2, timeout_s=60, poll_interval_s=0.02
-    )
+    door = ObjectStoreAllReduce(f"{where}/run", rank, 2, timeout_s=60, poll_interval_s=0.02)
     callback = DiLoCoCallback(MockManager(door), sync_every=3)
     arguments = SFTConfig(
-        output_dir=str(where / str(rank)),
+        output_dir=f"{where}/{rank}",
         max_steps=7,
         per_device_train_batch_size=2,
         learning_rate=0.01,
@@ -57,32 +55,30 @@ def sft_trainer(rank: int, where: Path, *, lora: bool) -> tuple[SFTTrainer, DiLo
         dataloader_pin_memory=False,
         activation_checkpointing=False,
     )
-    texts = [" ".join(WORDS[(rank + i) % 7 :]) for i in range(16)]
     trainer = SFTTrainer(
         model=Qwen2ForCausalLM(config),
         args=arguments,
-        train_dataset=Dataset.from_dict({"text": texts}),
+        train_dataset=Dataset.from_dict(
+            {"text": [" ".join(WORDS[(rank + i) % 7 :]) for i in range(16)]}
+        ),
         processing_class=tokenizer(),
         callbacks=[callback],
         peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if lora else None,
     )
-    return trainer, callback
+    trainer.train()
+    trained = [tuple(p.shape) for p in trainer.model.parameters() if p.requires_grad]
+    (state,) = callback.manager.states()
+    assert trained == [tuple(p.shape) for p in state.parameters]
+    return callback.manager.global_digest(), callback.manager.current_step(), trained
 
 
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # among TRL, PEFT and transformers
-def test_sft_replicas_end_equal(tmp_path: Path, lora: bool) -> None:
-    where = tmp_path / uuid.uuid4().hex
-    pairs = [sft_trainer(rank, where, lora=lora) for rank in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        for future in [pool.submit(trainer.train) for trainer, _ in pairs]:
-            future.result(timeout=120)
-    digests = {callback.manager.global_digest() for _, callback in pairs}
-    assert len(digests) == 1
-    assert digests != {None}
+def test_sft_replicas_end_equal(pool: ProcessPoolExecutor, tmp_path: Path, lora: bool) -> None:
+    futures = [pool.submit(train, str(tmp_path), rank, lora) for rank in range(2)]
+    first, second = (future.result(timeout=120) for future in futures)
+    assert first == second
+    digest, outer_steps, shapes = first
+    assert digest is not None
     # Two rounds of three steps, and the final sync of the seventh.
-    assert [callback.manager.current_step() for _, callback in pairs] == [3, 3]
-    trained = [p for p in pairs[0][0].model.parameters() if p.requires_grad]
-    shared = pairs[0][1].manager.states()[0].parameters
-    assert [tuple(p.shape) for p in trained] == [tuple(p.shape) for p in shared]
-    assert len(shared) == (8 if lora else 26)
+    assert outer_steps == 3
+    assert len(shapes) == (8 if lora else 26)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,6 @@ import torch
 from replicas import Job, by_hand, train, train_with_torchft
 
 RunJob = Callable[..., list[dict[str, Any]]]
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[ProcessPoolExecutor]:
-    """Processes that import torch once for all tests here."""
-    with ProcessPoolExecutor(4, multiprocessing.get_context("spawn")) as pool:
-        yield pool
 
 
 @pytest.fixture

@@ -24,14 +24,14 @@ MAY_IMPORT = {
     "launch_request": CONTRACT,
     "executors": CONTRACT,
     "store": {"errors"},
-    "exchange": {"errors", "store"},
-    "outer": {"errors", "store", "exchange"},
-    "trainers": {"errors", "outer", "store", "run.keys"},
-    "run.keys": set(),
-    "run": CONTRACT | {"store", "run.keys"},
+    "exchange": {"errors", "keys", "store"},
+    "outer": {"errors", "keys", "store", "exchange"},
+    "trainers": {"errors", "outer", "store", "keys"},
+    "keys": set(),
+    "run": CONTRACT | {"store", "keys"},
     "cli": CONTRACT | {"store", "run"},
-    "replica": CONTRACT | {"store", "outer", "run", "run.keys"},
-    "replica_entrypoint": CONTRACT | {"store", "exchange", "outer", "run", "run.keys", "replica"},
+    "replica": CONTRACT | {"store", "outer", "run", "keys"},
+    "replica_entrypoint": CONTRACT | {"store", "exchange", "outer", "run", "keys", "replica"},
 }
 #: Rooms that a launcher loads: nothing in them costs more than a few milliseconds to import.
 LIGHT = {*CONTRACT, "run", "cli", "executors"}
@@ -46,8 +46,6 @@ class Import:
 
 
 def _room(module: str) -> str:
-    if f"{module}.".startswith("diloco_cloud.run.keys."):
-        return "run.keys"  # The layout of a prefix: plain names, for everyone who uses one.
     return module.split(".")[1] if "." in module else ""
 
 
@@ -66,7 +64,7 @@ def _names(node: ast.AST) -> Iterator[str]:
     elif isinstance(node, ast.ImportFrom):
         assert node.level == 0, "imports are absolute"
         assert node.module is not None
-        # `from diloco_cloud.run import keys` imports a module; `from ….errors import X` does not,
+        # `from diloco_cloud import keys` imports a module; `from ….errors import X` does not,
         # but the extra component changes neither the room nor the top-level package.
         yield from (f"{node.module}.{alias.name}" for alias in node.names)
 

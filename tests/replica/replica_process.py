@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from diloco_cloud import keys
 from diloco_cloud.errors import NotFoundError
-from diloco_cloud.run import keys
 from diloco_cloud.run.spec import RunSpec
 from diloco_cloud.store import open_store
 from diloco_cloud.store.base import ObjectStore

@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from diloco_cloud import replica_entrypoint
+from diloco_cloud import keys, replica_entrypoint
 from diloco_cloud.errors import ConfigError
 from diloco_cloud.replica_entrypoint import main
-from diloco_cloud.run import keys
 from diloco_cloud.run.spec import RunSpec
 from diloco_cloud.store import open_store
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 from replica_process import SOON_S, eventually
 
+from diloco_cloud import keys
 from diloco_cloud.outer.progress import Progress
 from diloco_cloud.replica.identity import Identity
 from diloco_cloud.replica.outcome import Outcome
 from diloco_cloud.replica.reporter import Reporter
 from diloco_cloud.replica.shipper import LogShipper
-from diloco_cloud.run import keys
 from diloco_cloud.store.base import Data
 from diloco_cloud.store.memory import MemoryStore
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from replica_process import SOON_S, STARTED_S, ReplicaProcess, eventually
 
-from diloco_cloud.exchange import keys as exchange_keys
-from diloco_cloud.run import keys
+from diloco_cloud import keys
 
 Start = Callable[..., ReplicaProcess]
 
@@ -41,7 +40,7 @@ def test_sigterm_is_a_preemption(start: Start) -> None:
     assert (code, summary(outcome)) == (143, ("failed", 143, "preempted"))
     assert b'"failed"' in replica.store.get(keys.alive(0))
     logs = b"".join(replica.store.get(i.key) for i in replica.store.list(keys.LOGS))
-    assert b"terminated: preempted" in logs
+    assert b"terminated (SIGTERM)" in logs
 
 
 def test_sigterm_after_a_cancel_was_asked_for_is_a_cancellation(start: Start) -> None:
@@ -55,7 +54,7 @@ def test_sigterm_after_a_cancel_was_asked_for_is_a_cancellation(start: Start) ->
 
 def test_sigterm_ends_a_wait_for_a_peer(start: Start) -> None:
     replica = start("average", replicas=2)
-    own = exchange_keys.put(0, 0, 0, 0)
+    own = keys.put(0, 0, 0, 0)
     eventually(lambda: any(i.key == own for i in replica.store.list("rounds/")), STARTED_S)
     replica.terminate()
     code, outcome = replica.end()

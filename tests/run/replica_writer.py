@@ -6,7 +6,7 @@ import json
 import time
 from typing import Any
 
-from diloco_cloud.run import keys
+from diloco_cloud import keys
 from diloco_cloud.store.base import ObjectStore
 
 

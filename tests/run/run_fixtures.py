@@ -33,7 +33,7 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     work.mkdir()
     (work / "toy_trainer.py").write_text(
         "import a_heavy_package_that_is_not_there\n"
-        "def train(*, manager, rank, world_size, steps=1, lr=0.1): ...\n"
+        "def train(*, manager, rank, world_size, steps=1, lr=0.1, rounds=1): ...\n"
         "async def needy(*, manager, rank, world_size, data): ...\n"
         "def wrong(model): ...\n"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_cloud.errors import ConfigError
+from diloco_cloud.errors import ConfigError, UsageError
 from diloco_cloud.run import RunSpec, new_run_id
 from diloco_cloud.run.config import parse_set, read_env_file, resolve
 from diloco_cloud.run.durations import format_duration, parse_duration
@@ -54,8 +54,26 @@ def test_resolve_puts_local_runs_below_the_working_directory(
     assert resolve({"store": "s3://b/x"}, environ={}).store_uri == "s3://b/x"
     with pytest.raises(ConfigError, match="cannot reach memory://x"):
         resolve({"store": "memory://x"}, environ={})
-    with pytest.raises(ConfigError, match="need a store"):
-        resolve({"backend": "modal"}, environ={})
+
+
+def test_resolve_finds_the_weights_to_begin_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def begins_with(text: str) -> str | None:
+        return resolve({"init_from": text}, environ={}).spec.init_from
+
+    assert begins_with("w.safetensors") == str(tmp_path / "w.safetensors")
+    assert begins_with("runs/a-1") == str(tmp_path / "runs/a-1/result/model.safetensors")
+    assert begins_with("s3://b/a-1/") == "s3://b/a-1/result/model.safetensors"
+    assert resolve({}, environ={}).spec.init_from is None
+
+
+@pytest.mark.usefixtures("scripted")
+def test_resolve_on_other_backends_needs_a_store() -> None:
+    with pytest.raises(ConfigError, match="runs on scripted need a store"):
+        resolve({"backend": "scripted"}, environ={})
 
 
 @pytest.mark.parametrize(
@@ -75,11 +93,26 @@ def test_resolve_puts_local_runs_below_the_working_directory(
         ('secrets = "A"', "secrets is 'A'"),
         ('name = "My run"', "cannot be a run's name"),
         ('run_id = "X"', "'X' cannot be a run id"),
-        ('trainer = "train.py"', "does not name a trainer"),
+        ('trainer = "train"', "does not name a trainer"),
+        ('trainer = "train.py"', "is a path"),
+        (
+            'trainer = "./train.py:fit"',
+            "is a path, and a trainer is named by its module\n  Write t",
+        ),
+        ('trainer = "a/b.py:fit"', "Write a.b:fit."),
+        ('trainer = "/a/b.py:fit"', "Write b:fit, and launch from /a."),
+        ('replicas = "two"', "replicas is 'two'\n  It must be a whole number."),
+        ("replicas = 2.5", "It must be a whole number."),
+        ("seed = true", "seed is True\n  It must be a whole number."),
+        ('rounds = "all"', "It must be a whole number."),
+        ('outer_lr = "high"', "It must be a number."),
+        ("nesterov = 1", "It must be true or false."),
+        ('store = "s3:/bucket"', "a slash is missing"),
+        ('backend = "modal"', "the backend 'modal' is not installed"),  # not: needs a store
     ],
 )
 def test_resolve_refuses_what_cannot_work(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UsageError) as caught:
         resolve({}, environ={}, file=_file(tmp_path, text))
     assert message in str(caught.value)
 
@@ -87,6 +120,13 @@ def test_resolve_refuses_what_cannot_work(tmp_path: Path, text: str, message: st
 def test_resolve_refuses_a_variable_that_is_no_number() -> None:
     with pytest.raises(ConfigError, match="DILOCO_REPLICAS is 'four'"):
         resolve({}, environ={"DILOCO_REPLICAS": "four"})
+
+
+def test_resolve_warns_of_a_misspelt_variable() -> None:
+    environ = {"DILOCO_HOME": "", "DILOCO_ATTEMPT": "1", "DILOCO_ENV": "", "DILOCO_FLAVOUR": "x"}
+    resolve({}, environ=environ)  # others read these
+    with pytest.warns(UserWarning, match="nobody reads DILOCO_ROUNDZ; did you mean DILOCO_ROUNDS"):
+        resolve({}, environ={"DILOCO_ROUNDZ": "3"})
 
 
 def test_resolve_of_a_missing_file(tmp_path: Path) -> None:
@@ -153,6 +193,11 @@ def test_parse_duration_refuses_the_rest(text: str) -> None:
 )
 def test_format_duration_uses_two_units(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_spec_tells_which_settings_of_the_trainer_were_changed() -> None:
+    spec = RunSpec(run_id="a-1", rounds=3, fragments=1, replicas=2, nesterov=False)
+    assert spec.changed_trainer_settings == {"rounds": 3, "nesterov": False}
 
 
 def test_spec_survives_its_json() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from manual_clock import Clock
 from replica_writer import ReplicaWriter
 from scripted_executor import ScriptedExecutor
 
+from diloco_cloud import keys
 from diloco_cloud.errors import (
+    ConfigError,
     LaunchError,
     NotFoundError,
     RunExistsError,
@@ -19,7 +22,8 @@ from diloco_cloud.errors import (
     UnknownBackendError,
     UsageError,
 )
-from diloco_cloud.run import Run, RunSpec, keys, launch, list_runs
+from diloco_cloud.executor import ReplicaHandle
+from diloco_cloud.run import Run, RunSpec, launch, list_runs
 from diloco_cloud.store import open_store
 
 MakeRun = Callable[..., Run]
@@ -51,6 +55,15 @@ def test_launch_twice_with_one_id_is_refused(make_run: MakeRun) -> None:
     make_run()
     with pytest.raises(RunExistsError, match=r"'run-1' is taken.*\n.*another name"):
         make_run()
+
+
+def test_launch_without_the_weights_to_begin_with_writes_nothing(
+    trainer: str, store_uri: str, tmp_path: Path
+) -> None:
+    missing = str(tmp_path / "gone.safetensors")
+    with pytest.raises(ConfigError, match=r"there is no .*gone\.safetensors"):
+        launch(RunSpec(run_id="run-1", trainer=trainer, init_from=missing), store_uri)
+    assert not Path(store_uri).exists()
 
 
 def test_launch_that_fails_half_way_cancels_and_tells(
@@ -118,7 +131,8 @@ def test_open_of_an_unknown_id_suggests_one(make_run: MakeRun, store_uri: str) -
 def test_open_in_a_store_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(RunNotFoundError):
         Run.open(tmp_path / "nowhere", "run-1")
-    assert list_runs(tmp_path / "nowhere") == []
+    with pytest.raises(NotFoundError, match="there is no directory"):
+        list_runs(tmp_path / "nowhere")
 
 
 def test_list_runs_is_newest_first_and_skips_what_is_no_run(
@@ -247,6 +261,40 @@ def test_down_deletes_everything_but_not_a_running_run(
         Run.open(store_uri, "drop")
 
 
+def test_down_leaves_no_ghost_of_a_run_whose_replicas_opened_its_prefix(
+    make_run: MakeRun, store_uri: str
+) -> None:
+    run = make_run()
+    ReplicaWriter(open_store(run.uri), 0).log("hello")
+    run.down(cancel=True)
+    assert not Path(store_uri, run.run_id).exists()
+
+
+def test_open_of_a_deleted_run_does_not_suggest_itself(make_run: MakeRun, store_uri: str) -> None:
+    run = make_run()
+    run.down(cancel=True)
+    Path(store_uri, run.run_id).mkdir()  # SeaweedFS too lists a directory for a while
+    with pytest.raises(RunNotFoundError) as caught:
+        Run.open(store_uri, run.run_id)
+    assert "Did you mean" not in str(caught.value)
+
+
+def test_down_lets_the_executor_forget_every_attempt(
+    make_run: MakeRun, scripted: ScriptedExecutor, store_uri: str
+) -> None:
+    class Forgetful(ScriptedExecutor):
+        forgotten: ClassVar[list[str]] = []
+
+        def forget(self, handle: ReplicaHandle) -> None:
+            self.forgotten.append(handle.metadata["file"])
+
+    run = make_run(replicas=2)
+    scripted.set(1, state="failed", exit_code=1)
+    run.resume()
+    Run.open(store_uri, run.run_id, executor=Forgetful()).down(cancel=True)
+    assert sorted(Forgetful.forgotten) == ["0.0.json", "1.0.json", "1.1.json"]
+
+
 def test_results_and_metrics_are_read_back(make_run: MakeRun) -> None:
     run = make_run()
     for rank in range(2):
@@ -260,6 +308,7 @@ def test_results_and_metrics_are_read_back(make_run: MakeRun) -> None:
     assert results.digest == "abc"
     assert results.returned == [{"loss": 0}, {"loss": 1}]
     assert results.files == ("result/model.safetensors",)
+    assert results.model == "result/model.safetensors"
     assert [(row["rank"], row["round"]) for row in run.metrics()] == [
         (0, 0),
         (0, 1),

@@ -9,8 +9,9 @@ from manual_clock import Clock
 from replica_writer import ReplicaWriter
 from scripted_executor import ScriptedExecutor
 
+from diloco_cloud import keys
 from diloco_cloud.errors import UsageError
-from diloco_cloud.run import Run, keys
+from diloco_cloud.run import Run
 from diloco_cloud.run.logs import parse_chunk, render_record
 
 MakeRun = Callable[..., Run]

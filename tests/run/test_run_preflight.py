@@ -54,6 +54,32 @@ def test_check_trainer_says_what_is_wrong(
 
 
 @pytest.mark.parametrize(
+    "source", ["train = 3", "train: int = 3", "train = {'lr': 1}", "a = train = 'x'"]
+)
+def test_check_trainer_refuses_what_nobody_can_call(tmp_path: Path, source: str) -> None:
+    (tmp_path / "constant.py").write_text(source)
+    with pytest.raises(TrainerImportError, match="is a value, not a function"):
+        check_trainer("constant:train", {}, str(tmp_path))
+
+
+@pytest.mark.parametrize("reference", ["toy_trainer:train", "toy_trainer:needy"])
+def test_check_trainer_refuses_a_setting_without_effect(trainer: str, reference: str) -> None:
+    with pytest.raises(ConfigError, match="fragments is 5, which would have no effect"):
+        check_trainer(
+            reference,
+            {"data": 1} if "needy" in reference else {},
+            str(Path.cwd()),
+            settings={"fragments": 5},
+        )
+    check_trainer("toy_trainer:train", {}, str(Path.cwd()), settings={"rounds": 5})
+
+
+def test_check_trainer_passes_any_setting_to_keywords(tmp_path: Path) -> None:
+    (tmp_path / "taker.py").write_text("def train(**settings): ...")
+    check_trainer("taker:train", {}, str(tmp_path), settings={"fragments": 5})
+
+
+@pytest.mark.parametrize(
     "source",
     [
         "from elsewhere import train",
@@ -61,6 +87,9 @@ def test_check_trainer_says_what_is_wrong(
         "def __getattr__(name): ...",
         "train = make()",
         "train: object = make()",
+        "train: object",
+        "train, x = make(), 3",
+        "try:\n    from fast import train\nexcept ImportError:\n    train = None",
         "try:\n    from fast import train\nexcept ImportError:\n    from slow import train",
         "class train: ...",
         "@decorate\ndef train(model): ...",

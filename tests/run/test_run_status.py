@@ -10,8 +10,9 @@ from manual_clock import Clock
 from replica_writer import ReplicaWriter
 from scripted_executor import ScriptedExecutor
 
+from diloco_cloud import keys
 from diloco_cloud.executor import ReplicaStatus
-from diloco_cloud.run import Run, keys
+from diloco_cloud.run import Run
 from diloco_cloud.run.status import Evidence, run_state, view_replica
 
 MakeRun = Callable[..., Run]
@@ -57,6 +58,16 @@ def _outcome(state: str, **values: object) -> dict[str, object]:
             ),
             "failed",
             "out_of_memory",
+        ),
+        # a timeout is seen by the provider; the replica knows only that it was told to stop
+        (
+            Evidence(
+                rank=0,
+                polled=ReplicaStatus("failed", exit_code=143, reason="timeout"),
+                outcome=_outcome("failed", reason="preempted", error=None),
+            ),
+            "failed",
+            "timeout",
         ),
         # but a job that the provider has forgotten still has its own last word
         (
@@ -127,6 +138,51 @@ def test_status_reports_a_crash_with_exit_code_reason_and_log_tail(
     assert first.log_tail == ("a", "b", "ValueError: boom")
     assert (second.exit_code, second.reason, second.error) == (-9, "out_of_memory", "killed")
     assert status.missing[0] == (0, "failed: ValueError: boom")
+
+
+def test_status_counts_the_speed_of_those_that_get_on(
+    make_run: MakeRun, scripted: ScriptedExecutor
+) -> None:
+    run = make_run(replicas=3)
+    writers = [ReplicaWriter(run.store, rank) for rank in range(3)]
+    for writer in writers:
+        writer.beat(tokens_per_s=100.0)
+    assert run.status().tokens_per_s == 300.0
+    scripted.set(2, state="failed", exit_code=-9)
+    writers[0].beat(tokens_per_s=100.0, state="syncing", waiting_for=[1, 2])
+    assert run.status().tokens_per_s == 100.0
+    writers[1].beat(tokens_per_s=100.0, state="syncing", waiting_for=[2])
+    assert run.status().tokens_per_s == 0.0
+    run.resume()
+    ReplicaWriter(run.store, 2, attempt=1).beat(state="starting")
+    assert run.status().tokens_per_s == 0.0
+
+
+def test_status_of_a_silent_replica_counts_no_speed(make_run: MakeRun, clock: Clock) -> None:
+    run = make_run(replicas=1)
+    ReplicaWriter(run.store, 0).beat(tokens_per_s=100.0)
+    clock.now += 3600
+    assert run.status().tokens_per_s == 0.0
+
+
+def test_status_log_tail_ends_with_the_users_own_frames(
+    make_run: MakeRun, scripted: ScriptedExecutor
+) -> None:
+    run = make_run(replicas=1)
+    frame = '  File "/site/{}.py", line 1, in f\n    call()\n    ^^^^^^\n'
+    plumbing = ("executors/local/child", "diloco_cloud/replica_entrypoint")
+    frames = [frame.format(name) for name in (*plumbing, "diloco_cloud/replica/trainer", "mine")]
+    output = "working\nTraceback (most recent call last):\n" + "".join(frames) + "ValueError: boom"
+    scripted.set(0, state="failed", exit_code=1, output=output)
+    (view,) = run.status().replicas
+    assert view.log_tail == (
+        "working",
+        "Traceback (most recent call last):",
+        '  File "/site/mine.py", line 1, in f',
+        "    call()",
+        "    ^^^^^^",
+        "ValueError: boom",
+    )
 
 
 def test_status_without_executor_falls_back_to_the_prefix(

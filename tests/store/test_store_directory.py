@@ -123,6 +123,26 @@ def test_directory_removes_empty_folders_but_not_its_root(tmp_path: Path) -> Non
     assert (tmp_path / "root").is_dir()
 
 
+def test_directory_emptied_child_leaves_nothing_behind(tmp_path: Path) -> None:
+    open_store(tmp_path / "run-1").put("alive/0", b"")  # a replica opens the run's own prefix
+    assert (tmp_path / "run-1" / ".diloco-tmp").is_dir()
+    store = open_store(tmp_path)
+    child = store.child("run-1")
+    child.put("run.json", b"")
+    child.delete_many(info.key for info in child.list())
+    assert store.list_dirs() == []
+    assert not (tmp_path / "run-1").exists()
+    child.create("run.json", b"again")
+    assert child.get("run.json") == b"again"
+
+
+def test_directory_scratch_folder_in_use_is_not_removed(tmp_path: Path) -> None:
+    open_store(tmp_path / "run-1").put("k", b"")
+    (tmp_path / "run-1" / ".diloco-tmp" / "being-written").touch()
+    open_store(tmp_path).delete("run-1/k")
+    assert (tmp_path / "run-1" / ".diloco-tmp" / "being-written").exists()
+
+
 def test_directory_survives_removal_of_everything(tmp_path: Path) -> None:
     import shutil
 
@@ -166,7 +186,8 @@ def test_directory_that_may_not_be_written_is_denied() -> None:
     with pytest.raises(DeniedError) as caught:
         probe_store(open_store("/sys/diloco-cloud"))
     assert isinstance(caught.value, PermissionError)
-    assert "/sys/diloco-cloud" in str(caught.value)
+    assert "/sys/diloco-cloud: " in str(caught.value)
+    assert ".diloco-" not in str(caught.value)
     assert caught.value.fix is not None
 
 

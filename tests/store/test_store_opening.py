@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 from servers import S3Server
 
-from diloco_cloud.errors import ConfigError, DeniedError, MissingDependencyError
+from diloco_cloud.errors import (
+    ConfigError,
+    DeniedError,
+    MissingDependencyError,
+    UnreachableError,
+)
 from diloco_cloud.store import ObjectStore, open_store
 from diloco_cloud.store.directory import DirectoryStore
 from diloco_cloud.store.memory import MemoryStore
@@ -108,6 +113,26 @@ def test_open_store_refuses_hub_repositories_and_says_why(uri: str) -> None:
 def test_open_store_refuses_what_names_no_store(uri: str) -> None:
     with pytest.raises(ConfigError):
         open_store(uri)
+
+
+@pytest.mark.parametrize(
+    ("uri", "meant"),
+    [("s3:/bucket/x", "s3://bucket/x"), ("file:/data", "file:///data"), ("gs:/b", "gs://b")],
+)
+def test_open_store_refuses_a_uri_that_lost_a_slash(uri: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match="a slash is missing") as caught:
+        open_store(uri)
+    assert meant in (caught.value.fix or "")
+
+
+def test_open_store_takes_a_path_with_a_colon(tmp_path: Path) -> None:
+    assert open_store(tmp_path / "a:" / "b").uri.endswith("/a%3A/b")
+
+
+def test_open_store_whose_host_does_not_answer_is_unreachable() -> None:
+    pytest.importorskip("fsspec")
+    with pytest.raises(UnreachableError, match=r"ftp://127\.0\.0\.1:1/x cannot be reached"):
+        open_store("ftp://127.0.0.1:1/x")
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,17 @@ def test_policy_backs_off_exponentially_up_to_its_cap(fake_time: FakeTime) -> No
     assert caught.value.fix == "wait"
 
 
+def test_policy_says_that_it_retries(fake_time: FakeTime, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise UnreachableError("no answer")
+
+    with pytest.raises(UnreachableError):
+        fake_time.policy(attempts=2, base_s=1.0).call(fail)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == "no answer; retrying in 1.0 s (attempt 2 of 2)"
+
+
 def test_policy_keeps_its_deadline(fake_time: FakeTime) -> None:
     policy = fake_time.policy(attempts=100, base_s=1.0, cap_s=8.0, deadline_s=20.0)
 

@@ -72,7 +72,31 @@ def test_verdict_fails_unless_replicas_agree_and_merging_helps(
     demo: Any, loss: float, digests: list[str | None], code: int
 ) -> None:
     merged = dataclasses.replace(_figures(demo, 0, loss), digests=digests)
-    assert demo.verdict(Console(file=io.StringIO()), merged, _figures(demo, 1, 3.5)) == code
+    console = Console(file=io.StringIO(), width=200)
+    assert demo.verdict(console, merged, _figures(demo, 1, 3.5)) == code
+    last = console.file.getvalue().splitlines()[-1]  # type: ignore[attr-defined]
+    assert str(digests[-1]) in last
+
+
+class _GoingRun:
+    """A run that notes what is asked of it."""
+
+    def __init__(self, asked: list[str]) -> None:
+        self.asked = asked
+
+    def cancel(self) -> None:
+        self.asked.append("cancel")
+
+    def wait(self, timeout: float) -> None:
+        self.asked.append(f"wait {timeout:g}")
+
+
+def test_stop_cancels_all_before_it_waits(demo: Any) -> None:
+    asked: list[str] = []
+    console = Console(file=io.StringIO())
+    demo.stop(console, [_GoingRun(asked), _GoingRun(asked)])
+    assert asked == ["cancel", "cancel", "wait 15", "wait 15"]
+    assert console.file.getvalue() == "Cancelled both runs.\n"  # type: ignore[attr-defined]
 
 
 def test_plot_writes_a_picture(demo: Any, tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+"""The names of everything in a run's prefix (DESIGN, "A run is its prefix").
+
+Writers and readers take keys from here only, so that the layout has one definition.
+"""
+
+from __future__ import annotations
+
+import re
+
+RUN = "run.json"
+REPLICAS = "replicas/"
+ALIVE = "alive/"
+ROUNDS = "rounds/"
+STATE = "state/"
+METRICS = "metrics/"
+LOGS = "logs/"
+RESULT = "result/"
+#: The trained parameters, and what says that the result is complete.
+MODEL = f"{RESULT}model.safetensors"
+RESULT_MANIFEST = f"{RESULT}manifest.json"
+#: What a trainer's replicas hold each other to, each object created once.
+TRAINER = "trainer/"
+#: Overwritten by a reader that needs to know what time it is at the store.
+CLOCK = "clock"
+
+
+def handle(rank: int, attempt: int) -> str:
+    """What the executor returned for one life of a rank."""
+    return f"{REPLICAS}{rank:04d}/{attempt:04d}.json"
+
+
+def outcome(rank: int, attempt: int) -> str:
+    """How one life of a rank ended, in the replica's own words; created once."""
+    return f"{REPLICAS}{rank:04d}/{attempt:04d}.outcome.json"
+
+
+def intent(rank: int, attempt: int) -> str:
+    """That a resume is about to start this life; created once, so that two resumes can't both."""
+    return f"{REPLICAS}{rank:04d}/{attempt:04d}.intent.json"
+
+
+def cancel(rank: int, attempt: int) -> str:
+    """That a user asked for this life to be cancelled."""
+    return f"{REPLICAS}{rank:04d}/{attempt:04d}.cancel.json"
+
+
+def alive(rank: int) -> str:
+    """The heartbeat of a rank; overwritten."""
+    return f"{ALIVE}{rank:04d}.json"
+
+
+def metrics(rank: int, attempt: int, round_: int) -> str:
+    """Figures of one round as one replica saw it."""
+    return f"{METRICS}{rank:04d}.{attempt:04d}/{round_:08d}.json"
+
+
+def log_chunk(rank: int, attempt: int, sequence: int) -> str:
+    """A piece of a replica's JSON-lines log."""
+    return f"{LOGS}{rank:04d}.{attempt:04d}/{sequence:08d}.jsonl"
+
+
+def snapshot(round_: int) -> str:
+    """The directory of a snapshot of the outer state after ``round_`` decisions."""
+    return f"{STATE}{round_:08d}/"
+
+
+_PART = re.compile(r"(put|leave)/([0-9]{4,9})\.([0-9]{4,9})\Z")
+
+
+def directory(round_: int, fragment: int) -> str:
+    """All that belongs to one round."""
+    return f"{ROUNDS}{round_:08d}.{fragment}/"
+
+
+def put(round_: int, fragment: int, rank: int, attempt: int) -> str:
+    """A replica's contribution."""
+    return f"{directory(round_, fragment)}put/{life(rank, attempt)}"
+
+
+def leave(round_: int, fragment: int, rank: int, attempt: int) -> str:
+    """A replica's word that it has finished: nothing more will come from it, from this round on."""
+    return f"{directory(round_, fragment)}leave/{life(rank, attempt)}"
+
+
+def commit(round_: int, fragment: int) -> str:
+    """The decision."""
+    return f"{directory(round_, fragment)}commit"
+
+
+def shard(round_: int, fragment: int, index: int) -> str:
+    """A reduced shard."""
+    return f"{directory(round_, fragment)}sum/{index:04d}"
+
+
+def life(rank: int, attempt: int) -> str:
+    """One life of one rank."""
+    return f"{rank:04d}.{attempt:04d}"
+
+
+def round_of(name: str) -> int | None:
+    """The round that a name below ``rounds/`` belongs to; None for what is not ours."""
+    found = re.match(r"([0-9]{8,15})\.[0-9]{1,6}(/|\Z)", name)
+    return int(found[1]) if found else None
+
+
+def parse_part(key: str, directory: str) -> tuple[str, int, int] | None:
+    """("put" or "leave", rank, attempt) of a replica's object in ``directory``, else None."""
+    found = _PART.match(key.removeprefix(directory))
+    return (found[1], int(found[2]), int(found[3])) if found else None
