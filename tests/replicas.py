@@ -126,7 +126,7 @@ def train(
         for t in range(job.steps):
             losses.append(inner_step(job, model, opt, rank, t))
             weights.append([p.detach().clone() for p in model.parameters()])
-    states = manager.states()
+    states = manager.fragments.states()
     digest = manager.global_digest()
     manager.shutdown(finished=True)
     return {

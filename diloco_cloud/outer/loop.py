@@ -56,7 +56,7 @@ class OuterLoop(DiLoCo):  # type: ignore[misc]  # torchft ships no types
                 fragment.use_bucketization = False
             self._attach()
         except BaseException:
-            manager.detach(keep=False)
+            manager.fragments.clear(keep=False)
             raise
 
     @property
@@ -66,15 +66,15 @@ class OuterLoop(DiLoCo):  # type: ignore[misc]  # torchft ships no types
 
     def _attach(self) -> None:
         """Describe the registered fragments to the manager, and begin with the agreed state."""
-        for key, fragment in zip(self._manager._state_dict_fns, self._fragments, strict=True):
-            self._manager.describe(
+        for key, fragment in zip(self._manager.fragments.fns, self._fragments, strict=True):
+            self._manager.fragments.describe(
                 key,
                 fragment._model_fragment.names,
                 list(fragment.original_parameters.values()),
                 fragment._outer_optimizer,
             )
         #: Whether the state came from the store, rather than from an earlier loop in this process.
-        self.joined: bool = not self._manager.reattach()
+        self.joined: bool = not self._manager.fragments.take_over()
         if self.joined:
             join(self._manager, self)
         self._restore_parameters()
@@ -107,7 +107,7 @@ class OuterLoop(DiLoCo):  # type: ignore[misc]  # torchft ships no types
             elif self._fragments[fragment := self._current_fragment()]._allreduce_work:
                 self._return_to_global(fragment)
         finally:
-            self._manager.detach(keep=self._sound)
+            self._manager.fragments.clear(keep=self._sound)
             self._attached = False
         return False
 

@@ -13,23 +13,24 @@ replicas agreed on. It is a manager for DiLoCo and LocalSGD, not for other uses 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from diloco_cloud import keys
-from diloco_cloud.errors import ExchangeError, LayoutMismatchError
+from diloco_cloud.errors import ExchangeError
 from diloco_cloud.exchange.agreement import Watch
 from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.layout import TensorLayout, digest_tensors
 from diloco_cloud.exchange.rounds import RoundResult
+from diloco_cloud.outer.fragments import Fragments
 from diloco_cloud.outer.progress import Progress, RoundReport
-from diloco_cloud.outer.result import add_files, export, global_digest
+from diloco_cloud.outer.result import add_files, export
 from diloco_cloud.outer.snapshot import SnapshotWriter
 from diloco_cloud.outer.start import declared_start
-from diloco_cloud.outer.state import Fragment, FragmentState, StateFns
+from diloco_cloud.outer.state import FragmentState, StateFns
 from diloco_cloud.outer.sync import Sync
 from diloco_cloud.outer.work import _ImmediateWork
 from diloco_cloud.store.base import ObjectStore
@@ -58,6 +59,7 @@ class MockManager:
         store: as given.
         rank: of this replica.
         progress: where this replica is.
+        fragments: what the outer loop has registered.
         position: inner steps of this rank's data behind it once the sync that begins next is
             merged; the outer loop keeps it.
     """
@@ -90,9 +92,7 @@ class MockManager:
         self._discards = 0
         self._sync: Sync | None = None
         self._usage = door.usage
-        self._state_dict_fns: dict[str, StateFns] = {}
-        self._fragments: dict[str, Fragment] = {}
-        self._detached: list[FragmentState] = []
+        self.fragments = Fragments()
         self._left = False
         self._snapshots = SnapshotWriter(
             door.prefix, rank=door.rank, writer=self.life, every=snapshot_every
@@ -127,14 +127,17 @@ class MockManager:
         Raises:
             AssertionError: the key is registered already (as torchft's Manager does).
         """
-        assert key not in self._state_dict_fns, f"{key} is registered already"
-        self._state_dict_fns[key] = (load_fn, save_fn)
+        self.fragments.register(key, (load_fn, save_fn))
+
+    @property
+    def _state_dict_fns(self) -> dict[str, StateFns]:
+        return self.fragments.fns
 
     def disallow_state_dict_read(self) -> None:
         """Called before every inner step: sends off a delayed sync, and a snapshot that is due."""
         if self._sync is not None:
             self._sync.send()
-        self._snapshots.write_due(self.capture)
+        self._snapshots.write_due(self.fragments.capture)
 
     def allow_state_dict_read(self) -> None:
         """Called after every inner step; outer state is read in the training thread only."""
@@ -192,7 +195,7 @@ class MockManager:
         else:
             self._discards += 1
             logger.warning("round %d is discarded: %s", report.round, done.result.reason)
-        if committed and self._fragments:
+        if committed and len(self.fragments):
             self._snapshots.schedule(done.result.commit, self._step)
         self.progress.round, self.progress.step = self._round, self._step
         self.progress.excluded = done.result.commit.reason_for(self.rank)
@@ -236,40 +239,15 @@ class MockManager:
         """This life of this rank, as it appears in keys."""
         return keys.life(self.rank, self._exchange.attempt)
 
-    @property
-    def fragments(self) -> list[Fragment]:
-        """The fragments that were described, in order."""
-        return list(self._fragments.values())
-
-    def describe(
-        self,
-        key: str,
-        names: Sequence[str],
-        parameters: Sequence[torch.Tensor],
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
-        """Tell what a registered fragment is made of; see :class:`Fragment`."""
-        fns = self._state_dict_fns[key]
-        self._fragments[key] = Fragment(key, fns, tuple(names), tuple(parameters), optimizer)
-
-    def capture(self) -> list[FragmentState]:
-        """Copies of the outer state of all fragments, in order."""
-        return [fragment.capture() for fragment in self.fragments]
-
     def first_states(self) -> list[FragmentState]:
         """What a new run begins with."""
         if self._init_from is None:
-            return self.capture()
-        return declared_start(self._init_from, self.fragments)
-
-    def states(self) -> list[FragmentState]:
-        """The outer state, also after the loop has been detached."""
-        return self.capture() or self._detached
+            return self.fragments.capture()
+        return declared_start(self._init_from, list(self.fragments))
 
     def global_digest(self) -> str | None:
         """Hex BLAKE3 over the global parameters of all fragments; None if there are none."""
-        states = self.states()
-        return global_digest(states) if states else None
+        return self.fragments.digest()
 
     def watch(self) -> Watch:
         """A watch for the next wait on peers."""
@@ -294,32 +272,6 @@ class MockManager:
         self.position = position
         self.progress.resume(round_, step, position)
 
-    def reattach(self) -> bool:
-        """Give a new outer loop the state its predecessor in this process left, if there is one.
-
-        Raises:
-            LayoutMismatchError: the new loop's fragments are not the old ones'.
-        """
-        states, self._detached = self._detached, []
-        if not states:
-            return False
-        if [state.key for state in states] != list(self._fragments):
-            raise LayoutMismatchError("the second outer loop has other fragments than the first")
-        for fragment, state in zip(self.fragments, states, strict=True):
-            fragment.restore(state)
-        return True
-
-    def detach(self, *, keep: bool) -> None:
-        """Forget the registered fragments.
-
-        Args:
-            keep: their state is sound, and a next outer loop in this process goes on from it;
-                otherwise that one joins the run anew, from the store.
-        """
-        self._detached = self.states() if keep else []
-        self._state_dict_fns.clear()
-        self._fragments.clear()
-
     def abandon_sync(self) -> None:
         """Drop the open sync after an error, and end its waiting in the background."""
         self._sync = None
@@ -343,7 +295,7 @@ class MockManager:
 
     def _leave(self) -> None:
         self.progress.phase = "finishing"
-        states = self.states()
+        states = self.fragments.states()
         self._snapshots.write_due(lambda: states)
         self._snapshots.flush()
         self._left = True
@@ -352,15 +304,13 @@ class MockManager:
 
     def _new_sync(self) -> Sync:
         """A sync of the fragment whose turn it is, as things stand in the training thread now."""
-        count = max(1, len(self._state_dict_fns))
-        round_, index, position = self._round, self._step % count, self.position
+        round_, index, position = self._round, self._step % self.fragments.turns, self.position
         tokens, steps = self.progress.take_counts()
-        key = list(self._state_dict_fns)[index] if self._state_dict_fns else ""
         self._usage = self.store.usage
 
         def exchange(tensors: list[torch.Tensor]) -> RoundResult:
             # Global parameters stand still from the start of a sync to its end.
-            parameters, names = self._globals(key)
+            parameters, names = self.fragments.globals_of(index)
             return self._exchange.exchange(
                 round_,
                 index,
@@ -373,15 +323,6 @@ class MockManager:
             )
 
         return Sync(exchange)
-
-    def _globals(self, key: str) -> tuple[Sequence[torch.Tensor], Sequence[str]]:
-        """Global parameters of a fragment and their names; of torchft's own DiLoCo too."""
-        if key in self._fragments:
-            return self._fragments[key].parameters, self._fragments[key].names
-        if key in self._state_dict_fns:
-            saved = self._state_dict_fns[key][1]().get("original_parameters", {})
-            return list(saved.values()), list(saved)
-        return (), ()
 
     def _report(self, done: Sync, result: RoundResult) -> RoundReport:
         commit = result.commit

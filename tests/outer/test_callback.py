@@ -101,7 +101,7 @@ class Replica:
             steps=self.trainer.state.global_step,
             outer_steps=manager.current_step(),
             inner_steps=manager.progress.inner_step,
-            momentum=sum(len(state.optimizer) for state in manager.states()),
+            momentum=sum(len(state.optimizer) for state in manager.fragments.states()),
             hooks=len(self.trainer.optimizer.optimizer._optimizer_step_post_hooks),
             resumed_steps=self.callback.resumed_steps,
         )

@@ -67,7 +67,7 @@ def train(where: str, rank: int, lora: bool) -> tuple[str | None, int, list[tupl
     )
     trainer.train()
     trained = [tuple(p.shape) for p in trainer.model.parameters() if p.requires_grad]
-    (state,) = callback.manager.states()
+    (state,) = callback.manager.fragments.states()
     assert trained == [tuple(p.shape) for p in state.parameters]
     return callback.manager.global_digest(), callback.manager.current_step(), trained
 

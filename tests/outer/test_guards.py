@@ -69,7 +69,7 @@ def test_frozen_parameters_take_no_part() -> None:
     net.a.requires_grad_(False)
     mine = manager()
     make_diloco_outer_loop(mine, [net], sgd(net))
-    assert mine.states()[0].names == ("b.weight", "b.bias", "c.weight", "c.bias")
+    assert mine.fragments.states()[0].names == ("b.weight", "b.bias", "c.weight", "c.bias")
 
 
 def test_a_bare_module_is_one_fragment() -> None:

@@ -112,7 +112,9 @@ def test_momentum_comes_back(uri: str) -> None:
     together(lambda r: r.train(18), fresh)
     late = Replica(uri, 1, job, attempt=1, seed=9)
     late.outer()
-    for mine, theirs in zip(late.manager.states(), fresh[0].manager.states(), strict=True):
+    for mine, theirs in zip(
+        late.manager.fragments.states(), fresh[0].manager.fragments.states(), strict=True
+    ):
         assert mine.optimizer.keys() == theirs.optimizer.keys()
         for name, tensor in mine.optimizer.items():
             assert torch.equal(tensor, theirs.optimizer[name])
@@ -172,7 +174,7 @@ def test_initial_parameters_are_fetched_only_where_they_differ(uri: str) -> None
 
         replica.manager.store.prefix = MeteredStore(replica.manager.store.prefix)
         replica.outer()
-        state = replica.manager.states()[0]
+        state = replica.manager.fragments.states()[0]
         small = sum(p.nbytes for p in state.parameters)
         reads[replica.rank] = replica.manager.prefix.usage.bytes_received // small
         return replica.manager.global_digest()
@@ -207,7 +209,7 @@ def test_the_result_is_exported_once_everybody_has_left(uri: str) -> None:
     model.load_state_dict(weights)
     for mine, other in zip(model.parameters(), replicas[0].model.parameters(), strict=True):
         assert torch.equal(mine, other)
-    assert global_digest(replicas[0].manager.states()) == digests[0]
+    assert global_digest(replicas[0].manager.fragments.states()) == digests[0]
 
 
 def test_another_model_is_refused_when_joining(uri: str) -> None:

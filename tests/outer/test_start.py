@@ -44,7 +44,7 @@ def test_every_replica_begins_with_the_weights_of_the_file(tmp_path: Path, job: 
     with ThreadPoolExecutor(2) as pool:
         managers = list(pool.map(lambda r: begin(name, r, uri, job), range(2)))
     for manager in managers:
-        for state in manager.states():
+        for state in manager.fragments.states():
             for own, parameter in zip(state.names, state.parameters, strict=True):
                 assert parameter.dtype == job.dtype
                 assert torch.equal(parameter, expected[own].detach().to(job.dtype))
