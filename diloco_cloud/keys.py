@@ -1,4 +1,4 @@
-"""The names of everything in a run's prefix (DESIGN, "A run is its prefix").
+"""The names of everything in a run's prefix (docs/architecture.md lists them).
 
 Writers and readers take keys from here only, so that the layout has one definition.
 """

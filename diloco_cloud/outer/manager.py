@@ -146,6 +146,9 @@ class MockManager:
         """Begin a sync."""
         if self._sync is not None:
             raise ExchangeError("a sync began before the last one ended")
+        # At the end of training syncs follow one another without inner steps in between, and the
+        # state that is due is that before this one.
+        self._snapshots.write_due(self.fragments.capture)
         self.progress.phase = "syncing"
 
     def wait_quorum(self) -> None:

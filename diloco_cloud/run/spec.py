@@ -53,7 +53,7 @@ class RunSpec:
         run_id: the last segment of the run's prefix.
         backend: entry-point name of the executor.
         replicas: number of ranks.
-        trainer: "package.module:function", called as DESIGN's ``train(*, manager, rank,
+        trainer: "package.module:function", called as ``train(*, manager, rank,
             world_size, **trainer_args)``.
         trainer_args: JSON values, passed to the trainer as keywords.
         sync_every: inner optimizer steps between two syncs of one fragment (H).

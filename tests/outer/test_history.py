@@ -122,6 +122,30 @@ def _replace_snapshot(store: ObjectStore, manifest: Manifest) -> None:
     store.put(manifest.directory + "manifest.json", text.encode())
 
 
+@pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.parametrize("steps", [10, 11, 12, 13])
+def test_snapshots_among_the_final_syncs_hold_their_own_round(
+    name: str, every: int, steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(sync_every=6, fragments=3)
+    managers = [manager(name, rank, snapshot_every=every) for rank in range(2)]
+
+    def work(mine: MockManager) -> str:
+        outer, model, optimizer = loop(mine, job=job)
+        with outer:
+            for t in range(steps):
+                inner_step(job, model, optimizer, mine.rank, t)
+        mine.shutdown(finished=True)
+        return str(mine.global_digest())
+
+    with ThreadPoolExecutor(2) as pool:
+        digest, _ = pool.map(work, managers)
+    mine = manager(name, 1, attempt=9)
+    loop(mine, job=job)
+    assert mine.global_digest() == digest
+    assert "is of no use" not in caplog.text
+
+
 def test_history_that_contradicts_every_snapshot_is_an_error(name: str) -> None:
     run_both(name, 4)
     store = open_store(f"memory://{name}")
