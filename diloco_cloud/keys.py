@@ -59,6 +59,11 @@ def log_chunk(rank: int, attempt: int, sequence: int) -> str:
     return f"{LOGS}{rank:04d}.{attempt:04d}/{sequence:08d}.jsonl"
 
 
+def snapshot_number(name: str) -> int | None:
+    """The round that a name below ``state/`` belongs to; None for what is not ours."""
+    return int(name) if re.fullmatch(r"[0-9]{8,15}", name) else None
+
+
 def snapshot(round_: int) -> str:
     """The directory of a snapshot of the outer state after ``round_`` decisions."""
     return f"{STATE}{round_:08d}/"
@@ -67,9 +72,14 @@ def snapshot(round_: int) -> str:
 _PART = re.compile(r"(put|leave)/([0-9]{4,9})\.([0-9]{4,9})\Z")
 
 
+def round_prefix(round_: int) -> str:
+    """What all keys of one round begin with, whatever its fragment."""
+    return f"{ROUNDS}{round_:08d}."
+
+
 def directory(round_: int, fragment: int) -> str:
     """All that belongs to one round."""
-    return f"{ROUNDS}{round_:08d}.{fragment}/"
+    return f"{round_prefix(round_)}{fragment}/"
 
 
 def put(round_: int, fragment: int, rank: int, attempt: int) -> str:

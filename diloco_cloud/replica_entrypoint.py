@@ -23,6 +23,7 @@ from diloco_cloud import keys
 from diloco_cloud.errors import ConfigError, DilocoError, NotFoundError
 from diloco_cloud.replica.identity import RENDEZVOUS_ENV, Identity
 from diloco_cloud.replica.trainer import accepted, load_trainer, run_trainer
+from diloco_cloud.run.record import list_lives, read_json
 from diloco_cloud.run.spec import TRAINER_SETTINGS, RunSpec
 
 if TYPE_CHECKING:
@@ -76,13 +77,14 @@ def main(
 
 def _run_launched(uri: str, spec_hash: str) -> Any:
     from diloco_cloud.replica.launched import run_reported
+    from diloco_cloud.replica.outcome import Outcome
     from diloco_cloud.store import open_store
 
     store = open_store(uri)
     spec = read_spec(store, spec_hash)
     identity = Identity.from_environ(spec.replicas)
 
-    def train(reporter: Reporter) -> tuple[Any, str | None]:
+    def train(reporter: Reporter) -> Outcome:
         logger.info("replica %d of %d, attempt %d", identity.rank, spec.replicas, identity.attempt)
         module, _, function = spec.trainer.rpartition(":")
         trainer = load_trainer(module, function)
@@ -92,7 +94,7 @@ def _run_launched(uri: str, spec_hash: str) -> Any:
         settings = {name: getattr(spec, name) for name in TRAINER_SETTINGS}
         kwargs = {**accepted(trainer, settings), **spec.trainer_args}
         result = run_trainer(trainer, manager, identity.rank, spec.replicas, kwargs)
-        return result, manager.global_digest()
+        return Outcome.succeeded(result, manager.global_digest(), manager.current_round())
 
     return run_reported(store, identity, train)
 
@@ -144,9 +146,14 @@ def _manager(
 
 
 def _begun(store: ObjectStore, ranks: list[int]) -> bool:
-    """Whether all of these ranks have sent a heartbeat: they are late, then, not queueing."""
-    seen = {info.key for info in store.list(keys.ALIVE)}
-    return all(keys.alive(rank) in seen for rank in ranks)
+    """Whether the newest attempts of all these ranks have sent a heartbeat: late, not queueing."""
+    lives = list_lives(store)
+    for rank in ranks:
+        beat = read_json(store, keys.alive(rank)) or {}
+        newest = max((attempt for r, attempt in lives if r == rank), default=0)
+        if beat.get("attempt", -1) < newest:
+            return False
+    return True
 
 
 def _parser() -> argparse.ArgumentParser:

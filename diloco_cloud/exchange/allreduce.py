@@ -48,7 +48,8 @@ class ObjectStoreAllReduce:
         exchange: runs the rounds.
 
     Raises:
-        ConfigError: ``rank`` is outside ``[0, world_size)`` (a ValueError).
+        ConfigError: ``rank`` is outside ``[0, world_size)``, or ``attempt`` is negative (a
+            ValueError).
         MissingDependencyError: the package for the URI's scheme is absent (a RuntimeError).
     """
 
@@ -72,6 +73,10 @@ class ObjectStoreAllReduce:
                 f"rank {rank} is outside [0, {world_size})",
                 fix="Every replica needs a rank of its own.",
             )
+        if attempt is None:
+            attempt = int(os.environ.get("DILOCO_ATTEMPT", "0"))
+        if attempt < 0:
+            raise ConfigError(f"attempt {attempt} is negative", fix="Attempts count from 0.")
         self.uri = os.fspath(uri).rstrip("/") + "/"
         self.rank = rank
         self.world_size = world_size
@@ -82,7 +87,7 @@ class ObjectStoreAllReduce:
             run=self.uri.rstrip("/").rpartition("/")[2],
             rank=rank,
             world_size=world_size,
-            attempt=int(os.environ.get("DILOCO_ATTEMPT", "0")) if attempt is None else attempt,
+            attempt=attempt,
             timeout_s=timeout_s,
             join_timeout_s=timeout_s if join_timeout_s is None else join_timeout_s,
             poll_interval_s=poll_interval_s,
@@ -158,7 +163,7 @@ class ObjectStoreAllReduce:
         for tensor, reduced in zip(tensors, result.tensors, strict=True):
             tensor.copy_(reduced)
         if not first and self.rank == result.commit.contributors[0].rank:
-            self._discard(round_ - 1)
+            self.discard(round_ - 1)
 
     def _refuse_other_rounds(self, round_: int) -> None:
         """A prefix in which another run has met would answer with that run's means."""
@@ -182,10 +187,10 @@ class ObjectStoreAllReduce:
                 fix="Use a fresh prefix, or continue that run with its round_id.",
             )
 
-    def _discard(self, round_: int) -> None:
+    def discard(self, round_: int) -> None:
         """Delete a round: everyone who contributed to the next one has read it."""
         try:
-            listed = self.prefix.list(keys.directory(round_, 0))
+            listed = self.prefix.list(keys.round_prefix(round_))
             self.prefix.delete_many([info.key for info in listed])
         except DilocoError as error:
             logger.warning("round %d could not be deleted: %s", round_, error)

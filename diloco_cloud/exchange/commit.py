@@ -131,7 +131,7 @@ _COMMIT: Final[dict[str, Callable[[Any], Any]]] = {
     "contributors": wire.many(lambda values: Contributor(**wire.fields(values, _CONTRIBUTOR))),
     "excluded": wire.many(lambda values: Exclusion(**wire.fields(values, _EXCLUSION))),
     "finished": wire.many(wire.count),
-    "positions": wire.many(wire.many(wire.count)),
+    "positions": wire.many(wire.pair),
     "layout": wire.text,
     "nbytes": wire.count,
     "chunk_bytes": chunk_size,
@@ -144,8 +144,6 @@ _COMMIT: Final[dict[str, Callable[[Any], Any]]] = {
 def _commit(values: Any) -> Commit:
     """A commit whose parts agree with one another."""
     commit = Commit(**wire.fields(values, _COMMIT))
-    if any(len(pair) != 2 for pair in commit.positions):
-        raise ValueError("positions are not pairs")
     if commit.decision == "commit":
         if not commit.contributors:
             raise ValueError("nothing to reduce")

@@ -42,7 +42,7 @@ class Header:
         nbytes: of the payload.
         codec: how the payload is encoded; "raw" is the tensors' own bytes.
         base: digest of the global parameters the pseudo-gradient was taken against, or "".
-        tokens, inner_steps: processed since the last round this replica contributed to.
+        tokens, inner_steps: processed since this replica's last sync of the fragment.
         position: inner steps of this replica's data that are behind it once the round is merged.
         finite: False if any element is NaN or infinite.
         chunk_bytes: bytes covered by each checksum (the last chunk may be shorter).

@@ -13,6 +13,7 @@ gets the same bits, and either plan gives the same result:
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from diloco_cloud.exchange.layout import TensorLayout, byte_view
 from diloco_cloud.store.base import ObjectInfo, ObjectStore
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -162,7 +165,7 @@ class Reducer:
         while todo:
             for shard, info in self._listed_sums().items():
                 if shard in todo:
-                    self._read_sum(payload, shard, info, pool)
+                    self._take_sum(payload, shard, info, pool)
                     todo.discard(shard)
             if not todo:
                 return
@@ -196,7 +199,17 @@ class Reducer:
             self.store.create(key, [header.encode(), body])
         except AlreadyExistsError:
             # Somebody did this shard meanwhile. What is stored is what all others read.
-            self._read_sum(payload, shard, self.store.head(key), pool)
+            self._take_sum(payload, shard, self.store.head(key), pool)
+
+    def _take_sum(
+        self, payload: torch.Tensor, shard: int, info: ObjectInfo, pool: ThreadPoolExecutor
+    ) -> None:
+        """Read a sum; compute it where what is stored is none, since the commit pins its parts."""
+        try:
+            self._read_sum(payload, shard, info, pool)
+        except CorruptContributionError as error:
+            logger.warning("%s; reducing it here", error.message)
+            self._reduce_chunks(payload, self._shard_chunks(shard), pool)
 
     def _shard_span(self, shard: int) -> tuple[int, int]:
         chunks = self._shard_chunks(shard)

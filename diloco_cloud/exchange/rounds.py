@@ -120,8 +120,8 @@ class RoundExchange:
             tensors: any mixture of fp32, bf16, fp16 and fp64.
             names: of the tensors; part of what replicas must agree on.
             base: digest of the global parameters the tensors were taken against.
-            tokens: processed since the last round; the weight in the mean.
-            inner_steps: optimizer steps since the last round.
+            tokens: processed since the fragment's last sync; the weight in the mean.
+            inner_steps: optimizer steps since then.
             position: inner steps of this rank's data behind it once the round is merged.
 
         Raises:
@@ -156,8 +156,17 @@ class RoundExchange:
         own, created = self._put(header, views)
         agreement = self._agreement(round_, fragment, own)
         commit = agreement.reach(self.watch(stop))
+        if stop.is_set():  # Whoever asked has given up, and may have begun anew meanwhile.
+            raise ExchangeError("the wait for other replicas was given up")
         self._met, self.finished = True, commit.finished
         self._raise_if_out(commit)
+        if commit.decision == "commit" and commit.base != base:
+            # A life that slept through rounds that have been deleted since: it was alone in this
+            # one, or found a decision that it has no part in.
+            raise DriftError(
+                f"round {round_} was decided on other global parameters than replica {self.rank}'s",
+                fix="Another attempt of this replica has taken over, or it must be resumed.",
+            )
         reducer = Reducer(
             self.store,
             commit,

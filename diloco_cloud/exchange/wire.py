@@ -60,6 +60,13 @@ def count(value: Any) -> int:
     return value
 
 
+def pair(value: Any) -> tuple[int, int]:
+    """Two counts."""
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError("not a pair")
+    return count(value[0]), count(value[1])
+
+
 def positive(value: Any) -> float:
     """A finite number above 0."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):

@@ -19,10 +19,14 @@ class Fragments:
 
     Attributes:
         fns: load and save function by key.
+        turns: how many take turns, also after they have gone; 1 for LocalSGD, which registers none.
+        lost: the last loop went after a sync that failed, so that its state is not the run's.
     """
 
     def __init__(self) -> None:
         self.fns: dict[str, StateFns] = {}
+        self.turns = 1
+        self.lost = False
         self._described: dict[str, Fragment] = {}
         self._left: list[FragmentState] = []
 
@@ -35,11 +39,6 @@ class Fragments:
     def __len__(self) -> int:
         return len(self._described)
 
-    @property
-    def turns(self) -> int:
-        """Fragments that take turns; at least 1, since LocalSGD registers none."""
-        return max(1, len(self.fns))
-
     def register(self, key: str, fns: StateFns) -> None:
         """Remember how to read and write a fragment's state.
 
@@ -48,6 +47,7 @@ class Fragments:
         """
         assert key not in self.fns, f"{key} is registered already"
         self.fns[key] = fns
+        self.turns, self.lost = len(self.fns), False
 
     def describe(
         self,
@@ -92,6 +92,7 @@ class Fragments:
                 otherwise that one joins the run anew, from the store.
         """
         self._left = self.states() if keep else []
+        self.lost = len(self) > 0 and not keep
         self.fns.clear()
         self._described.clear()
 

@@ -55,13 +55,15 @@ def join(manager: MockManager, loop: OuterSteps) -> None:
         LayoutMismatchError: the run trains another model than this replica built.
         DriftError: the run's snapshots and rounds contradict one another.
     """
+    moved: NotFoundError | None = None
     for _ in range(_TRIES):
         try:
             _Joiner(manager, loop).join(_snapshots(manager))
             return
         except NotFoundError as error:
             logger.info("the run's state moved on while it was read: %s", error.message)
-    raise ExchangeError("snapshots disappear faster than this replica can read them")
+            moved = error
+    raise ExchangeError(f"the run's state cannot be read: {moved}") from moved
 
 
 def _snapshots(manager: MockManager) -> list[Manifest]:

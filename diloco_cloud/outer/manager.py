@@ -6,8 +6,9 @@
         ...
 
 It keeps torchft's semantics: the step advances on commit only, a discarded round sends everybody
-back to the last global parameters and is tried again, and ``should_commit`` is the decision all
-replicas agreed on. It is a manager for DiLoCo and LocalSGD, not for other uses of torchft.
+back to the fragment's last global parameters and is tried again, and ``should_commit`` is the
+decision all replicas agreed on. It is a manager for DiLoCo and LocalSGD, not for other uses of
+torchft.
 """
 
 from __future__ import annotations
@@ -200,6 +201,9 @@ class MockManager:
             logger.warning("round %d is discarded: %s", report.round, done.result.reason)
         if committed and len(self.fragments):
             self._snapshots.schedule(done.result.commit, self._step)
+        elif committed and self.rank == done.result.commit.contributors[0].rank:
+            # Without a state to snapshot nobody can join later, and old rounds serve nobody.
+            self.store.discard(report.round - 1)
         self.progress.round, self.progress.step = self._round, self._step
         self.progress.excluded = done.result.commit.reason_for(self.rank)
         self._tell(report)
@@ -213,7 +217,7 @@ class MockManager:
     # -- what trainers call --------------------------------------------------------------------
 
     def report(self, *, tokens: int = 0, loss: float | None = None, **metrics: float) -> None:
-        """Count one inner step.
+        """Count one inner step; called before the optimizer takes it, as that may begin a sync.
 
         Args:
             tokens: processed in it; the replica's weight in the next mean.
@@ -297,18 +301,24 @@ class MockManager:
     # -- inside --------------------------------------------------------------------------------
 
     def _leave(self) -> None:
+        if self.fragments.lost:
+            raise ExchangeError(
+                "the last sync failed, and training did not go on from it",
+                fix="Let the error of a sync end the trainer, so that the replica can be resumed.",
+            )
         self.progress.phase = "finishing"
         states = self.fragments.states()
         self._snapshots.write_due(lambda: states)
         self._snapshots.flush()
         self._left = True
-        if self._exchange.leave(self._round, self._step % max(1, len(states))):
+        last = self._exchange.leave(self._round, self._step % self.fragments.turns)
+        if last and states:
             export(self.prefix, states, round_=self._round, step=self._step)
 
     def _new_sync(self) -> Sync:
         """A sync of the fragment whose turn it is, as things stand in the training thread now."""
         round_, index, position = self._round, self._step % self.fragments.turns, self.position
-        tokens, steps = self.progress.take_counts()
+        tokens, steps = self.progress.take_counts(index)
         self._usage = self.store.usage
 
         def exchange(tensors: list[torch.Tensor]) -> RoundResult:

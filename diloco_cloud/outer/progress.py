@@ -36,18 +36,16 @@ class Progress:
     waiting_for: list[int] = field(default_factory=list)
     excluded: str | None = None
     tokens_per_s: float | None = None
-    #: Of the open round: what the next contribution will carry.
-    round_tokens: int = 0
-    round_steps: int = 0
     now: Callable[[], float] = time.monotonic
     _rate_mark: tuple[float, int] | None = None
+    _steps: int = 0
+    _counted: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def report(self, tokens: int, loss: float | None, metrics: Mapping[str, float]) -> None:
         """Count one inner step. Figures may be anything ``float()`` takes, such as tensors."""
         self.inner_step += 1
-        self.round_steps += 1
+        self._steps += 1
         self.tokens += int(tokens)
-        self.round_tokens += int(tokens)
         if loss is not None:
             self.loss = float(loss)
         self.metrics.update({name: float(value) for name, value in metrics.items()})
@@ -67,11 +65,11 @@ class Progress:
         self._rate_mark = (now, self.tokens)
         self.waiting_for = []
 
-    def take_counts(self) -> tuple[int, int]:
-        """Tokens and inner steps since the last call: what a contribution carries."""
-        counts = (self.round_tokens, self.round_steps)
-        self.round_tokens = self.round_steps = 0
-        return counts
+    def take_counts(self, fragment: int) -> tuple[int, int]:
+        """Tokens and inner steps since the fragment's last sync: what its contribution carries."""
+        tokens, steps = self._counted.get(fragment, (0, 0))
+        self._counted[fragment] = (self.tokens, self._steps)
+        return self.tokens - tokens, self._steps - steps
 
     def snapshot(self) -> dict[str, Any]:
         """The public fields as JSON values."""

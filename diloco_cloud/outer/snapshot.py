@@ -21,7 +21,13 @@ from typing import Any
 from blake3 import blake3
 
 from diloco_cloud import keys
-from diloco_cloud.errors import AlreadyExistsError, CorruptError, DilocoError, NotFoundError
+from diloco_cloud.errors import (
+    AlreadyExistsError,
+    CorruptContributionError,
+    CorruptError,
+    DilocoError,
+    NotFoundError,
+)
 from diloco_cloud.exchange import wire
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.outer.background import in_background
@@ -29,6 +35,9 @@ from diloco_cloud.outer.state import FragmentState
 from diloco_cloud.store.base import ObjectStore
 
 logger = logging.getLogger(__name__)
+
+
+MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -82,29 +91,38 @@ def _manifest(values: Any) -> Manifest:
         "round": wire.count,
         "step": wire.count,
         "finished": wire.many(wire.count),
-        "positions": wire.many(wire.many(wire.count)),
+        "positions": wire.many(wire.pair),
         "fragments": wire.many(fragment),
     }
-    manifest = Manifest(**wire.fields(values, kinds))
-    if any(len(pair) != 2 for pair in manifest.positions):
-        raise ValueError("positions are not pairs")
-    return manifest
+    return Manifest(**wire.fields(values, kinds))
 
 
 def snapshots(store: ObjectStore) -> list[Manifest]:
     """The complete snapshots, newest first.
 
     Raises:
-        CorruptContributionError: a manifest cannot be read.
+        CorruptError: there are manifests, and none can be read.
     """
     found: list[Manifest] = []
-    for name in sorted(store.list_dirs(keys.STATE), reverse=True):
-        key = f"{keys.STATE}{name}/manifest.json"
+    unreadable: CorruptContributionError | None = None
+    for number in sorted(_numbers(store), reverse=True):
+        key = keys.snapshot(number) + MANIFEST
         try:
             found.append(wire.parse(store.get(key), key, _manifest))
         except NotFoundError:
             continue  # Still being written, or being deleted.
+        except CorruptContributionError as error:
+            logger.warning("%s", error.message)
+            unreadable = error
+    if unreadable is not None and not found:
+        raise CorruptError(unreadable.message) from None
     return found
+
+
+def _numbers(store: ObjectStore) -> list[int]:
+    """Rounds for which there is something that looks like a snapshot."""
+    names = store.list_dirs(keys.STATE)
+    return [int(name) for name in names if keys.snapshot_number(name) is not None]
 
 
 def read_fragment(
@@ -143,7 +161,7 @@ def write(
         stored.append(StoredFragment(name, blake3(data).hexdigest(), state.digest))
     text = json.dumps({**asdict(manifest), "fragments": [asdict(one) for one in stored]})
     try:
-        store.create(manifest.directory + "manifest.json", text.encode())
+        store.create(manifest.directory + MANIFEST, text.encode())
     except AlreadyExistsError:
         logger.info("snapshot of round %d was there already", round_)
 
@@ -216,17 +234,18 @@ class SnapshotWriter:
 
 
 def collect_garbage(store: ObjectStore) -> None:
-    """Delete what the newest two snapshots supersede: older snapshots, and rounds before both."""
+    """Delete what the newest two snapshots supersede: what is older than both, whole or not."""
     complete = snapshots(store)
     if len(complete) < 2:
         return
     kept = complete[1].round
-    old_states = [manifest.directory for manifest in complete[2:]]
+    old_states = [keys.snapshot(number) for number in _numbers(store) if number < kept]
     old_rounds = [
         f"{keys.ROUNDS}{name}/"
         for name in store.list_dirs(keys.ROUNDS)
         if (number := keys.round_of(name)) is not None and number < kept
     ]
     for directory in [*old_rounds, *old_states]:
-        # Backwards, so that "manifest.json" goes before what it names.
-        store.delete_many([info.key for info in reversed(store.list(directory))])
+        if directory in old_states:  # Before what it names.
+            store.delete(directory + MANIFEST)
+        store.delete_many([info.key for info in store.list(directory)])

@@ -27,7 +27,7 @@ def declared_start(uri: str, fragments: Sequence[Fragment]) -> list[FragmentStat
     """
     directory, _, name = uri.rpartition("/")
     try:
-        weights = load(open_store(directory).get(name))
+        weights = load(open_store(directory or ".").get(name))
     except NotFoundError:
         raise ConfigError(f"init_from: {uri} does not exist", fix="Check the URI.") from None
     except SafetensorError as error:

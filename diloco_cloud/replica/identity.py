@@ -38,6 +38,8 @@ class Identity:
                 fix="Executors set it; by hand, give each replica a rank of its own from 0.",
             )
         rank, attempt = _number(environ, name), _number(environ, ATTEMPT_ENV, "0")
+        if attempt < 0:
+            raise ConfigError(f"{ATTEMPT_ENV}={attempt} is negative", fix="Attempts count from 0.")
         if not 0 <= rank < world_size:
             raise ConfigError(
                 f"{name}={rank} is outside [0, {world_size})",

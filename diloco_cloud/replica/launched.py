@@ -24,14 +24,14 @@ TERMINATED_JOIN_S = 1.0
 def run_reported(
     store: ObjectStore,
     identity: Identity,
-    train: Callable[[Reporter], tuple[Any, str | None]],
+    train: Callable[[Reporter], Outcome],
 ) -> Any:
     """Train, reporting to ``store``; return the train function's result.
 
     Args:
         store: the run's prefix.
         identity: of this replica.
-        train: trains, and returns the result and the digest of the global parameters.
+        train: trains, and tells how that ended; or raises.
 
     Raises:
         Terminated: SIGTERM came; the process ends soon, even if this exception is caught.
@@ -41,7 +41,7 @@ def run_reported(
         reporter = Reporter(store, identity, logs.shipper)
         reporter.start()
         try:
-            result, digest = sigterm.interruptible(
+            outcome = sigterm.interruptible(
                 lambda: train(reporter),
                 last_words=lambda: _record_termination(reporter, store, identity),
             )
@@ -53,8 +53,8 @@ def run_reported(
             reporter.end(Outcome.failed(error))
             raise
         logger.info("finished")
-        reporter.end(Outcome.succeeded(result, digest))
-        return result
+        reporter.end(outcome)
+        return outcome.result
 
 
 def _log_failure(error: BaseException) -> None:

@@ -24,6 +24,7 @@ class Outcome:
         error: that ended it.
         result: what the train function returned.
         digest: of the global parameters.
+        round: decisions that the replica had seen.
     """
 
     state: Literal["succeeded", "failed", "cancelled"]
@@ -32,10 +33,11 @@ class Outcome:
     error: BaseException | None = None
     result: Any = None
     digest: str | None = None
+    round: int | None = None
 
     @classmethod
-    def succeeded(cls, result: Any, digest: str | None) -> Outcome:
-        return cls(state="succeeded", result=result, digest=digest)
+    def succeeded(cls, result: Any, digest: str | None, round_: int | None = None) -> Outcome:
+        return cls(state="succeeded", result=result, digest=digest, round=round_)
 
     @classmethod
     def failed(cls, error: BaseException) -> Outcome:
@@ -60,6 +62,7 @@ class Outcome:
             "traceback": None if error is None else "".join(traceback.format_exception(error)),
             "result": _as_json(self.result),
             "digest": self.digest,
+            "round": self.round,
             "ended_at": timestamp(),
         }
 

@@ -47,8 +47,14 @@ class RunResults:
 
     @property
     def digest(self) -> str | None:
-        """The digest that all replicas ended with; None if they differ or one has none."""
-        digests = set(self.digests)
+        """The digest that all replicas ended with; None if they differ or one has none.
+
+        A replica that left before the last round, having fewer steps to take or none when it was
+        restarted, ended with that round's parameters and is not asked.
+        """
+        rounds = [(outcome or {}).get("round") for outcome in self.outcomes]
+        last = max((r for r in rounds if isinstance(r, int)), default=None)
+        digests = {d for d, r in zip(self.digests, rounds, strict=True) if r is None or r == last}
         return digests.pop() if len(digests) == 1 else None
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+import torch
 from blake3 import blake3
 from replicas import Job, build, inner_optimizer, inner_step
 from safetensors.torch import load, save
 
-from diloco_cloud.errors import CorruptContributionError, DilocoError, DriftError, ExchangeError
+from diloco_cloud.errors import CorruptError, DilocoError, DriftError, ExchangeError
 from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
+from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.outer import MockManager, OuterLoop, make_diloco_outer_loop
 from diloco_cloud.outer.snapshot import Manifest, snapshots
 from diloco_cloud.outer.state import FragmentState
@@ -164,7 +168,7 @@ def test_unreadable_manifest_is_one_error_and_no_endless_loop(
     name: str, manifest: bytes, rank: int
 ) -> None:
     open_store(f"memory://{name}").put("state/00000000/manifest.json", manifest)
-    with pytest.raises(CorruptContributionError, match=r"manifest\.json cannot be read"):
+    with pytest.raises(CorruptError, match=r"manifest\.json cannot be read"):
         loop(manager(name, rank))
 
 
@@ -174,8 +178,19 @@ def test_manifest_cannot_point_out_of_its_directory(name: str) -> None:
     manifest = json.loads(store.get("state/00000000/manifest.json"))
     manifest["fragments"][0]["object"] = "../x"
     store.put("state/00000000/manifest.json", json.dumps(manifest).encode())
-    with pytest.raises(CorruptContributionError):
+    with pytest.raises(CorruptError, match="not a name"):
         join_as_1(name)
+
+
+def test_sound_snapshots_outlive_junk_beside_them(name: str) -> None:
+    store = open_store(f"memory://{name}")
+    run_both(name, 20)
+    store.put("state/00000008/manifest.json", b"junk")
+    store.put("state/junk/manifest.json", b"junk")
+    store.put("state/00000003/0.0001.0000.safetensors", b"of a writer that died")
+    digest = run_both(name, 40, attempt=1)
+    assert join_as_1(name).global_digest() == digest
+    assert store.list("state/00000003/") == store.list("state/00000008/") == []
 
 
 @pytest.mark.parametrize("stray", ["rounds/00000001.7/x", "rounds/note", "state/x/y", "rounds/²"])
@@ -277,3 +292,127 @@ def test_every_replica_gets_its_turn_at_writing_snapshots(name: str) -> None:
     kept = snapshots(open_store(f"memory://{name}"))
     assert [m.round for m in kept] == [24, 21]
     assert {m.fragments[0].object.split(".")[1] for m in kept} == {"0000", "0001"}
+
+
+def test_a_life_that_slept_through_deleted_rounds_cannot_fork_the_run(name: str) -> None:
+    """It wakes where everything is gone, alone; the state it would decide on is not the run's."""
+
+    class Sleepy(MemoryStore):
+        calls = 0
+        asleep, woken = threading.Event(), threading.Event()
+
+        def create(self, key: str, data: Any) -> None:
+            if "/put/" in key:
+                Sleepy.calls += 1
+                if Sleepy.calls == 3:
+                    self.asleep.set()
+                    assert self.woken.wait(60)
+            super().create(key, data)
+
+    job = Job(sync_every=2, world_size=1)
+
+    def live(attempt: int, store: ObjectStore) -> str:
+        door = ObjectStoreAllReduce(f"memory://{name}", 0, 1, attempt=attempt, store=store)
+        mine = MockManager(door, snapshot_every=1)
+        outer, model, optimizer = loop(mine, job=job)
+        with outer:
+            for t in range(outer.inner_steps_done, 14):
+                inner_step(job, model, optimizer, 0, t + 100 * attempt)
+        mine.shutdown(finished=True)
+        return str(mine.global_digest())
+
+    with ThreadPoolExecutor(1) as pool:
+        old = pool.submit(live, 0, Sleepy(name))
+        assert Sleepy.asleep.wait(60)
+        digest = live(1, MemoryStore(name))
+        Sleepy.woken.set()
+        with pytest.raises((DriftError, ExchangeError)):
+            old.result(timeout=60)
+    manifest = json.loads(open_store(f"memory://{name}").get("result/manifest.json"))
+    assert manifest["digest"] == digest
+
+
+def test_final_syncs_weigh_by_the_work_since_the_fragments_own_last_sync(name: str) -> None:
+    job = Job(sync_every=6, fragments=3)
+    weights: dict[int, list[float]] = {}
+    managers = [manager(name, rank, snapshot_every=100) for rank in range(2)]
+
+    def work(mine: MockManager) -> None:
+        outer, model, optimizer = loop(mine, job=job)
+        with outer:
+            for t in range(8):
+                mine.report(tokens={0: 100, 1: 1}[mine.rank])
+                inner_step(job, model, optimizer, mine.rank, t)
+        mine.shutdown()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, managers))
+    store = open_store(f"memory://{name}")
+    for info in store.list("rounds/"):
+        if info.key.endswith("/commit"):
+            commit = Commit.decode(store.get(info.key))
+            weights[commit.round] = [one.tokens for one in commit.contributors]
+    # Fragments 0, 1 and 2 after steps 2, 4, 6 and 8, then the tails of fragments 1 and 2.
+    assert weights == {
+        0: [200, 2],
+        1: [400, 4],
+        2: [600, 6],
+        3: [600, 6],
+        4: [400, 4],
+        5: [200, 2],
+    }
+
+
+def test_an_error_that_a_trainer_swallows_does_not_look_like_success(name: str) -> None:
+    mine = manager(name, 0)
+    outer, model, optimizer = loop(mine)
+    mine._exchange.waiting_for = lambda _missing: mine._exchange.interrupt()
+    with contextlib.suppress(ExchangeError), outer:
+        for t in range(2):
+            inner_step(JOB, model, optimizer, 0, t)
+    with pytest.raises(ExchangeError, match="the last sync failed"):
+        mine.shutdown(finished=True)
+    assert open_store(f"memory://{name}").list("result/") == []
+
+
+def test_local_sgd_averages_parameters_and_keeps_few_rounds(name: str) -> None:
+    from torchft.local_sgd import LocalSGD
+
+    managers = [manager(name, rank) for rank in range(2)]
+    models = [build(JOB, seed=rank)[0] for rank in range(2)]
+
+    def work(mine: MockManager) -> list[torch.Tensor]:
+        model = models[mine.rank]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with LocalSGD(mine, model, optimizer, sync_every=2):
+            for t in range(20):
+                inner_step(JOB, model, optimizer, mine.rank, t)
+        mine.shutdown(finished=True)
+        return [p.detach() for p in model.parameters()]
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(work, managers)
+    assert all(map(torch.equal, first, second))
+    assert [m.current_step() for m in managers] == [10, 10]
+    assert len(open_store(f"memory://{name}").list_dirs("rounds/")) <= 3
+
+
+def test_torchfts_own_diloco_with_unequal_steps(name: str) -> None:
+    """Used directly it has no common start and no final sync, but nobody waits for who has left."""
+    from torchft.local_sgd import DiLoCo
+
+    managers = [manager(name, rank) for rank in range(2)]
+    built = [build(Job(fragments=3)) for _ in range(2)]
+
+    def work(mine: MockManager) -> int:
+        model, parts = built[mine.rank]
+        optimizer = inner_optimizer(model)
+        outer = [torch.optim.SGD(part.parameters(), lr=0.7) for part in parts]
+        with DiLoCo(mine, parts, optimizer, outer, sync_every=6):
+            for t in range({0: 8, 1: 16}[mine.rank]):
+                inner_step(JOB, model, optimizer, mine.rank, t)
+        mine.shutdown(finished=True)
+        return mine.current_step()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, managers)) == [4, 8]

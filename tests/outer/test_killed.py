@@ -11,9 +11,9 @@ import copy
 import random
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from replicas import Job, build, inner_optimizer, inner_step
@@ -25,6 +25,8 @@ from diloco_cloud.store import open_store
 from diloco_cloud.store.base import ObjectStore
 from diloco_cloud.store.memory import MemoryStore
 
+#: By (rank, attempt): the call at which that life dies, and whether the call is still made.
+Deaths: TypeAlias = dict[tuple[int, int], tuple[int, bool]]
 METHODS = ("create", "put", "get", "get_range", "head", "list", "list_dirs", "delete_many")
 NEVER = 10**9
 
@@ -73,19 +75,19 @@ class Scenario:
         # Threads share the random state, so the models are built before they start.
         self.models = [build(job, seed=rank)[0] for rank in range(job.world_size)]
 
-    def run(self, victim: int | None = None, k: int = NEVER, after: bool = False) -> dict[int, int]:
+    def run(self, deaths: Deaths | None = None) -> dict[int, int]:
         """Run to the end and check it; returns the number of calls each rank's last life made."""
         name = uuid.uuid4().hex
 
         def lives(rank: int) -> tuple[str, int, int]:
             for attempt in range(4):
-                dies = k if rank == victim and attempt == 0 else NEVER
-                store = DyingStore(MemoryStore(name), dies, after=after)
+                k, after = (deaths or {}).get((rank, attempt), (NEVER, False))
+                store = DyingStore(MemoryStore(name), k, after=after)
                 try:
                     return (*self.live(name, rank, attempt, store), store.calls)
                 except Killed:
                     continue
-            raise AssertionError("killed once, and yet never finished")
+            raise AssertionError("killed three times at most, and yet never finished")
 
         with ThreadPoolExecutor(self.job.world_size) as pool:
             futures = [pool.submit(lives, rank) for rank in range(self.job.world_size)]
@@ -146,23 +148,38 @@ SCENARIOS = {
 }
 
 
-def sampled_deaths(calls: dict[int, int], number: int) -> Iterator[tuple[int, int, bool]]:
-    """Some of all (rank, call, before or after), a different part of the run each."""
-    deaths = [(r, k, after) for r in calls for k in range(1, calls[r] + 1) for after in (0, 1)]
-    for rank, k, after in random.Random(0).sample(deaths, number):
-        yield rank, k, bool(after)
+def one_death(rng: random.Random, calls: dict[int, int]) -> Deaths:
+    """Anybody, anywhere."""
+    rank = rng.randrange(len(calls))
+    return {(rank, 0): (rng.randint(1, calls[rank]), rng.random() < 0.5)}
 
 
+def same_rank_twice(rng: random.Random, calls: dict[int, int]) -> Deaths:
+    """And its next life somewhere too."""
+    rank = rng.randrange(len(calls))
+    return {(rank, a): (rng.randint(1, calls[rank]), rng.random() < 0.5) for a in range(2)}
+
+
+def everybody(rng: random.Random, calls: dict[int, int]) -> Deaths:
+    """Each at a request of its own."""
+    return {(rank, 0): (rng.randint(1, calls[rank]), rng.random() < 0.5) for rank in calls}
+
+
+@pytest.mark.parametrize("deaths", [one_death, same_rank_twice, everybody])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_replica_killed_at_any_request_comes_back(
-    name: str, caplog: pytest.LogCaptureFixture
+def test_replicas_killed_at_any_request_come_back(
+    name: str,
+    deaths: Callable[[random.Random, dict[int, int]], Deaths],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     scenario = Scenario(*SCENARIOS[name])
     calls = scenario.run()
-    for victim, k, after in sampled_deaths(calls, 25):
+    rng = random.Random(0)
+    for _ in range(12):
+        chosen = deaths(rng, calls)
         try:
-            scenario.run(victim, k, after)
+            scenario.run(chosen)
         except BaseException as error:
-            error.add_note(f"replica {victim} died {'after' if after else 'before'} call {k}")
+            error.add_note(f"deaths (rank, attempt): (call, after it) = {chosen}")
             raise
     assert "is of no use" not in caplog.text  # of a snapshot that later rounds contradict

@@ -227,9 +227,13 @@ def test_manager_averages_between_two_entrypoints(
 
 def test_replica_that_sent_a_heartbeat_has_begun(uri: str) -> None:
     store = open_store(uri)
-    store.put(keys.alive(1), b"{}")
+    store.put(keys.alive(1), b'{"attempt": 0}')
     assert replica_entrypoint._begun(store, [1])
     assert not replica_entrypoint._begun(store, [1, 2])
+    store.put(keys.intent(1, 1), b"{}")  # it was resumed, and its new attempt queues somewhere
+    assert not replica_entrypoint._begun(store, [1])
+    store.put(keys.alive(1), b'{"attempt": 1}')
+    assert replica_entrypoint._begun(store, [1])
 
 
 def test_command_line_parses_what_executors_send() -> None:
