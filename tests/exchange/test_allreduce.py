@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterable
@@ -14,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from processors import output_on
 
 from diloco_cloud import keys
 from diloco_cloud.errors import (
@@ -302,17 +300,7 @@ def work(rank):
 with ThreadPoolExecutor(3) as pool:
     print({digest_tensors(tensors) for tensors in pool.map(work, range(3))})
 """
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "ATEN_CPU_CAPABILITY": capability},
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        ).stdout
-        for capability in ("default", "avx2")
-    }
+    printed = {output_on(capability, code) for capability in ("default", "avx2")}
     assert len(printed) == 1
     assert printed.pop().count("'") == 2
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from processors import output_on
 
 from diloco_cloud.outer import OuterSGD
 
@@ -26,19 +23,8 @@ print(digest_tensors([parameter.detach()]))
 """
 
 
-def bits(kind: str, capability: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-c", STEPS, kind],
-        env={**os.environ, "ATEN_CPU_CAPABILITY": capability},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    ).stdout
-
-
 def test_bits_do_not_depend_on_the_kind_of_cpu() -> None:
-    assert bits("ours", "default") == bits("ours", "avx2")
+    assert output_on("default", STEPS, "ours") == output_on("avx2", STEPS, "ours")
 
 
 @pytest.mark.parametrize(
