@@ -13,12 +13,16 @@
     ├── ExchangeError              replicas could not agree on a round
     │   ├── RoundTimeoutError        peers did not contribute in time (also TimeoutError)
     │   ├── LayoutMismatchError      replicas train different tensors
+    │   ├── MissedRoundError         a round was decided without this replica: it catches up
     │   ├── DriftError               this replica's global parameters differ from the others'
+    │   ├── LeftRunError             this replica's rank has left the run for good
     │   └── CorruptContributionError bytes that are not a contribution of this run and round
+    │       └── ForeignObjectError     not signed with the run's key
     └── StoreError                 the object store said no
         ├── AlreadyExistsError       create-once met an existing object (also FileExistsError)
         ├── NotFoundError            no such object or bucket (also FileNotFoundError)
         ├── DeniedError              credentials or permissions (also PermissionError)
+        │   └── ExpiredCredentialsError  they were good once: fetched anew and retried
         ├── ThrottledError           slow down: retried
         ├── UnreachableError         network, timeout, 5xx: retried (also ConnectionError)
         ├── CorruptError             the store returned other bytes than were asked for
@@ -96,12 +100,24 @@ class LayoutMismatchError(ExchangeError, ValueError):
     """Replicas train different tensors (names, shapes or dtypes)."""
 
 
+class MissedRoundError(ExchangeError):
+    """A round was decided without this replica's work, which it keeps for a later one."""
+
+
 class DriftError(ExchangeError):
     """This replica's global parameters differ from those the others agreed on."""
 
 
+class LeftRunError(ExchangeError):
+    """This replica's rank has left the run: nothing of it is taken any more."""
+
+
 class CorruptContributionError(ExchangeError, ValueError):
     """Bytes that are not a well-formed contribution of this run and round."""
+
+
+class ForeignObjectError(CorruptContributionError):
+    """An object in the prefix is not signed with the run's key: none of its replicas wrote it."""
 
 
 class StoreError(DilocoError, OSError):
@@ -121,6 +137,10 @@ class NotFoundError(StoreError, FileNotFoundError):
 
 class DeniedError(StoreError, PermissionError):
     """Credentials or permissions do not allow the operation."""
+
+
+class ExpiredCredentialsError(DeniedError):
+    """The credentials have expired; fetched anew and retried before it reaches a caller."""
 
 
 class ThrottledError(StoreError):

@@ -27,6 +27,8 @@ TERMINAL_STATES: Final = frozenset({"succeeded", "failed", "cancelled"})
 
 #: Default name of the environment variable that tells a replica its rank.
 RANK_ENV: Final = "REPLICA_RANK"
+#: Environment variable that tells a replica how many seconds there are between SIGTERM and its end.
+TERM_GRACE_ENV: Final = "DILOCO_TERM_GRACE_S"
 
 
 class ReplicaStatus(str):
@@ -157,7 +159,8 @@ class ServerlessExecutor(Protocol):
             options: what a run adds: ranks, attempt, environment, secrets, a callback.
 
         Each replica sees its rank in ``REPLICA_RANK`` (or ``rank_env``) and ``REPLICA_GROUP_ID``,
-        the number of replicas in ``NUM_REPLICA_GROUPS``, and ``DILOCO_ATTEMPT``.
+        the number of replicas in ``NUM_REPLICA_GROUPS``, and ``DILOCO_ATTEMPT``; and in
+        ``DILOCO_TERM_GRACE_S`` the seconds the backend gives it between SIGTERM and its end.
 
         Raises:
             UsageError: the request cannot be satisfied here; nothing was started.

@@ -12,6 +12,7 @@ REPLICAS = "replicas/"
 ALIVE = "alive/"
 ROUNDS = "rounds/"
 STATE = "state/"
+INNER = "inner/"
 METRICS = "metrics/"
 LOGS = "logs/"
 RESULT = "result/"
@@ -35,8 +36,28 @@ def outcome(rank: int, attempt: int) -> str:
 
 
 def intent(rank: int, attempt: int) -> str:
-    """That a resume is about to start this life; created once, so that two resumes can't both."""
+    """That somebody is about to start this life; created once, so that no two can."""
     return f"{REPLICAS}{rank:04d}/{attempt:04d}.intent.json"
+
+
+def stopped(rank: int, attempt: int) -> str:
+    """That a supervisor does not start this rank again after this life, and why; created once."""
+    return f"{REPLICAS}{rank:04d}/{attempt:04d}.stopped.json"
+
+
+def size(number: int) -> str:
+    """How many replicas the run has from now on; created once, the highest number counts."""
+    return f"{REPLICAS}size.{number:04d}.json"
+
+
+def supervisor(name: str) -> str:
+    """A supervisor's sign of life; overwritten."""
+    return f"{REPLICAS}supervisor.{name}.json"
+
+
+def claim(rank: int, attempt: int) -> str:
+    """The process that is this life; created once, so that no two are the same one."""
+    return f"{REPLICAS}{rank:04d}/{attempt:04d}.claim.json"
 
 
 def cancel(rank: int, attempt: int) -> str:
@@ -69,7 +90,23 @@ def snapshot(round_: int) -> str:
     return f"{STATE}{round_:08d}/"
 
 
-_PART = re.compile(r"(put|leave)/([0-9]{4,9})\.([0-9]{4,9})\Z")
+def inner_directory(rank: int) -> str:
+    """The inner checkpoints of a rank."""
+    return f"{INNER}{rank:04d}/"
+
+
+def inner(rank: int, round_: int, attempt: int) -> str:
+    """What one life of a rank had for itself when it contributed to a round."""
+    return f"{inner_directory(rank)}{round_:08d}.{attempt:04d}.safetensors"
+
+
+def parse_inner(key: str) -> tuple[int, int] | None:
+    """(round, attempt) of an inner checkpoint, else None."""
+    found = re.search(r"/([0-9]{8,15})\.([0-9]{4,9})\.safetensors\Z", key)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+_PART = re.compile(r"(put|join|leave|away)/([0-9]{4,9})\.([0-9]{4,9})\Z")
 
 
 def round_prefix(round_: int) -> str:
@@ -90,6 +127,16 @@ def put(round_: int, fragment: int, rank: int, attempt: int) -> str:
 def leave(round_: int, fragment: int, rank: int, attempt: int) -> str:
     """A replica's word that it has finished: nothing more will come from it, from this round on."""
     return f"{directory(round_, fragment)}leave/{life(rank, attempt)}"
+
+
+def join(round_: int, fragment: int, rank: int, attempt: int) -> str:
+    """A replica's word that it has come up to this round, which from now on counts on it."""
+    return f"{directory(round_, fragment)}join/{life(rank, attempt)}"
+
+
+def away(round_: int, fragment: int, rank: int, attempt: int) -> str:
+    """A replica's word that this life of it ends, so that nobody waits for it."""
+    return f"{directory(round_, fragment)}away/{life(rank, attempt)}"
 
 
 def commit(round_: int, fragment: int) -> str:
@@ -114,6 +161,6 @@ def round_of(name: str) -> int | None:
 
 
 def parse_part(key: str, directory: str) -> tuple[str, int, int] | None:
-    """("put" or "leave", rank, attempt) of a replica's object in ``directory``, else None."""
+    """("put", "join", "leave" or "away", rank, attempt) of a replica's object, else None."""
     found = _PART.match(key.removeprefix(directory))
     return (found[1], int(found[2]), int(found[3])) if found else None

@@ -16,19 +16,19 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from diloco_cloud import keys
 from diloco_cloud.errors import ConfigError, DilocoError, NotFoundError
-from diloco_cloud.replica.identity import RENDEZVOUS_ENV, Identity
+from diloco_cloud.replica.identity import RENDEZVOUS_ENV, Identity, replicas_now, take_run_key
+from diloco_cloud.replica.outcome import Outcome, exit_code, is_logged
 from diloco_cloud.replica.trainer import accepted, load_trainer, run_trainer
-from diloco_cloud.run.record import list_lives, read_json
 from diloco_cloud.run.spec import TRAINER_SETTINGS, RunSpec
 
 if TYPE_CHECKING:
     from diloco_cloud.outer.manager import MockManager
     from diloco_cloud.replica.reporter import Reporter
+    from diloco_cloud.replica.termination import Termination
     from diloco_cloud.store.base import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def main(
 
     Args:
         rendezvous_uri: the run's prefix.
-        world_size: number of replicas; from the spec where there is a ``spec_hash``.
+        world_size: number of replicas; not needed where there is a ``spec_hash``.
         trainer_module: module of the train function; likewise.
         trainer_fn: name of the train function.
         trainer_kwargs: passed on to it.
@@ -76,27 +76,34 @@ def main(
 
 
 def _run_launched(uri: str, spec_hash: str) -> Any:
+    from diloco_cloud.replica.claim import claim_life
     from diloco_cloud.replica.launched import run_reported
-    from diloco_cloud.replica.outcome import Outcome
+    from diloco_cloud.replica.lifetime import Lifetime
     from diloco_cloud.store import open_store
 
     store = open_store(uri)
     spec = read_spec(store, spec_hash)
-    identity = Identity.from_environ(spec.replicas)
+    n_replicas = replicas_now(spec.replicas)
+    identity = claim_life(store, Identity.from_environ(n_replicas))
+    lifetime = Lifetime.of_process(spec.timeout)
 
-    def train(reporter: Reporter) -> Outcome:
-        logger.info("replica %d of %d, attempt %d", identity.rank, spec.replicas, identity.attempt)
+    def train(reporter: Reporter, termination: Termination) -> Outcome:
+        logger.info("replica %d of %d, attempt %d", identity.rank, n_replicas, identity.attempt)
+        key = take_run_key() if spec.signed else None
         module, _, function = spec.trainer.rpartition(":")
         trainer = load_trainer(module, function)
-        manager = _manager(uri, identity, spec.replicas, spec=spec, store=store)
+        manager = _manager(uri, identity, n_replicas, spec=spec, store=store, key=key)
         manager.on_round = reporter.on_round
-        reporter.follow(manager.progress)
+        reporter.heartbeat.follow(manager.progress)
+        termination.follow(manager)
         settings = {name: getattr(spec, name) for name in TRAINER_SETTINGS}
         kwargs = {**accepted(trainer, settings), **spec.trainer_args}
-        result = run_trainer(trainer, manager, identity.rank, spec.replicas, kwargs)
+        result = run_trainer(
+            trainer, manager, identity.rank, n_replicas, kwargs, check=termination.check
+        )
         return Outcome.succeeded(result, manager.global_digest(), manager.current_round())
 
-    return run_reported(store, identity, train)
+    return run_reported(store, identity, lifetime, train, heartbeat_s=spec.heartbeat)
 
 
 def read_spec(store: ObjectStore, spec_hash: str) -> RunSpec:
@@ -124,13 +131,25 @@ def _manager(
     *,
     spec: RunSpec | None = None,
     store: ObjectStore | None = None,
+    key: bytes | None = None,
 ) -> MockManager:
     from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
+    from diloco_cloud.exchange.membership import Membership
     from diloco_cloud.outer.manager import MockManager
+    from diloco_cloud.replica.roster import Roster
+    from diloco_cloud.store import open_store
 
     if spec is None:
         door = ObjectStoreAllReduce(uri, identity.rank, world_size, attempt=identity.attempt)
         return MockManager(door)
+    prefix = open_store(uri) if store is None else store
+    membership = Membership(
+        world_size,
+        quorum=spec.quorum,
+        grace_s=spec.grace,
+        heartbeat_s=spec.heartbeat,
+        roster=Roster(prefix, spec.heartbeat),
+    )
     door = ObjectStoreAllReduce(
         uri,
         identity.rank,
@@ -139,21 +158,17 @@ def _manager(
         timeout_s=spec.round_timeout,
         join_timeout_s=spec.join_timeout,
         reduction=spec.reduction,
-        store=store,
+        membership=membership,
+        store=prefix,
+        key=key,
     )
-    door.exchange.begun = partial(_begun, door.prefix)
-    return MockManager(door, snapshot_every=spec.snapshot_every, init_from=spec.init_from)
-
-
-def _begun(store: ObjectStore, ranks: list[int]) -> bool:
-    """Whether the newest attempts of all these ranks have sent a heartbeat: late, not queueing."""
-    lives = list_lives(store)
-    for rank in ranks:
-        beat = read_json(store, keys.alive(rank)) or {}
-        newest = max((attempt for r, attempt in lives if r == rank), default=0)
-        if beat.get("attempt", -1) < newest:
-            return False
-    return True
+    door.exchange.outlier_norm = spec.outlier_norm
+    return MockManager(
+        door,
+        snapshot_every=spec.snapshot_every,
+        init_from=spec.init_from,
+        checkpoint_inner=spec.checkpoint_inner,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -182,7 +197,11 @@ def _command() -> int:
             args.trainer_kwargs_json,
             spec_hash=args.spec_hash,
         )
-    except DilocoError as error:
+    except BaseException as error:
+        if is_logged(error):
+            return exit_code(error)
+        if not isinstance(error, DilocoError):
+            raise
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 1
     return 0

@@ -13,8 +13,9 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 #: What to do with a request: "pass" it on; "lose_request": hang up before passing it on;
-#: "lose_reply": pass it on and hang up; a number: answer with this status and not pass it on.
-Action = Literal["pass", "lose_request", "lose_reply"] | int
+#: "lose_reply": pass it on and hang up; a number: answer with this status and not pass it on;
+#: "expired": answer as S3 does when credentials have expired.
+Action = Literal["pass", "lose_request", "lose_reply", "expired"] | int
 
 
 class Proxy(ThreadingHTTPServer):
@@ -52,6 +53,8 @@ class _Handler(BaseHTTPRequestHandler):
         action = self.server.next_action(f"{self.command} {self.path}")
         if action == "lose_request":
             return self._hang_up()
+        if action == "expired":
+            return self._answer(400, [], _error(400, "ExpiredToken"))
         if isinstance(action, int):
             return self._answer(action, [], _error(action))
         upstream = http.client.HTTPConnection(self.server.upstream, timeout=30)
@@ -91,8 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Keep the tests' output clean."""
 
 
-def _error(status: int) -> bytes:
-    code = {503: "SlowDown", 500: "InternalError", 429: "TooManyRequests"}.get(status, "Refused")
+def _error(status: int, code: str = "Refused") -> bytes:
+    code = {503: "SlowDown", 500: "InternalError", 429: "TooManyRequests"}.get(status, code)
     return f"<?xml version='1.0'?><Error><Code>{code}</Code></Error>".encode()
 
 

@@ -51,6 +51,15 @@ Exit codes: 0 succeeded, 100 failed, 101 not finished, 103 cancelled, 130 detach
 @click.option("--init-from", metavar="URI", help="Weights to begin with: a file, or a run.")
 @click.option("--reduction", metavar="HOW", help="auto, all-gather or sharded.")
 @click.option("--snapshot-every", metavar="N", type=int, help="Rounds between two snapshots.")
+@click.option("--quorum", metavar="K", type=int, help="Replicas without which no round is decided.")
+@click.option("--grace", metavar="TIME", type=options.Duration(), help="To wait after a quorum.")
+@click.option("--heartbeat", metavar="TIME", type=options.Duration(), help="Between signs of life.")
+@click.option("--max-restarts", metavar="N", type=int, help="In a row, of a replica that dies.")
+@click.option(
+    "--checkpoint-inner/--no-checkpoint-inner", default=None, help="Store inner optimizers too."
+)
+@click.option("--outlier-norm", metavar="X", type=options.Switchable(), help="Or off.")
+@click.option("--signed/--no-signed", default=None, help="By the secret key DILOCO_RUN_KEY.")
 @click.option("--gpu", metavar="GPU", help="Per replica, in the backend's own words.")
 @click.option("--timeout", metavar="TIME", type=options.Duration(), help="A replica may run.")
 @click.option("--round-timeout", metavar="TIME", type=options.Duration(), help="To wait for peers.")
@@ -75,7 +84,7 @@ def command(
     quiet: bool,
     **flags: Any,
 ) -> None:
-    """Start a run and follow it.
+    """Start a run and follow it, starting again replicas that die.
 
     Ctrl-C detaches: the run goes on.
     """
@@ -89,7 +98,7 @@ def command(
         options.confirm(question, yes=yes)
     run = launch_run(spec, settings.store_uri)
     if detach:
-        _announce(run, as_json=as_json, quiet=quiet)
+        _announce(run, as_json=as_json, quiet=quiet, detached=True)
         if as_json:
             output.print_json(output.status_json(run, run.status()))
     else:
@@ -127,7 +136,7 @@ def _print_plan(settings: Settings) -> None:
     )
 
 
-def _announce(run: Run, *, as_json: bool, quiet: bool) -> None:
+def _announce(run: Run, *, as_json: bool, quiet: bool, detached: bool) -> None:
     """The id on stdout, what to type next on stderr."""
     if not as_json:
         click.echo(run.run_id)
@@ -135,20 +144,21 @@ def _announce(run: Run, *, as_json: bool, quiet: bool) -> None:
         verb = "is" if run.spec.replicas == 1 else "are"
         count = output.count_text(run.spec.replicas)
         output.note(f"{count} {verb} launched on {run.spec.backend}.")
-        output.next_steps(run)
+        output.next_steps(run, unsupervised=detached)
 
 
 def _attach(run: Run, *, as_json: bool, quiet: bool) -> int:
-    """Follow the run to its end; returns the exit code."""
+    """Follow the run to its end, starting again what dies; returns the exit code."""
     from diloco_cloud.cli.progress import follow
 
     try:
-        _announce(run, as_json=as_json, quiet=quiet)
-        status = run.wait() if quiet else follow(run, err=True)
+        _announce(run, as_json=as_json, quiet=quiet, detached=False)
+        status = run.supervise() if quiet else follow(run, err=True, supervise=True)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends this at once
-        output.note(f"\nDetached; {run.run_id} goes on.")
-        output.next_steps(run)
+        dying = "" if run.spec.max_restarts == 0 else " Nobody restarts what dies of it now."
+        output.note(f"\nDetached; {run.run_id} goes on.{dying}")
+        output.next_steps(run, unsupervised=True)
         return exit_codes.INTERRUPTED
     if as_json:
         output.print_json(output.status_json(run, status))

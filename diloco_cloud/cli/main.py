@@ -23,9 +23,11 @@ COMMANDS: Final = {
     "status": ((), "status", "Show who is in which round, who is missing and why."),
     "logs": ((), "logs", "Show the logs of all replicas."),
     "wait": ((), "wait", "Wait for a run to end; the exit code tells how."),
+    "supervise": ((), "supervise", "Start replicas of a run again that die, until it has ended."),
     "cancel": ((), "cancel", "Ask replicas to stop."),
     "resume": ((), "resume", "Start replicas again that ended early."),
     "down": ((), "down", "Delete everything a run has in its store."),
+    "chaos": ((), "chaos", "Rehearse failure on this machine."),
 }
 _ALIASES: Final = {alias: name for name, (aliases, *_) in COMMANDS.items() for alias in aliases}
 
@@ -87,9 +89,9 @@ Examples:
   diloco-cloud status RUN --store s3://bucket/runs
 
 \b
-Exit codes of launch, wait and logs -f: 0 the run succeeded, 100 failed, 101 has not finished,
-103 was cancelled. Of every command: 1 an error of its own, 2 a wrong request, 102 no such run,
-130 interrupted.
+Exit codes of launch, wait, supervise and logs -f: 0 the run succeeded, 100 failed, 101 has not
+finished, 103 was cancelled. Of every command: 1 an error of its own, 2 a wrong request, 102 no such
+run, 130 interrupted.
 """,
 )
 @click.version_option(__version__, "-V", "--version", prog_name="diloco-cloud")

@@ -30,6 +30,22 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # generic since clic
             self.fail(f"{error.message}. {error.fix}", param, ctx)
 
 
+class Switchable(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
+    """A number, or "off"."""
+
+    name = "number or off"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float | str:
+        if value == "off":
+            return "off"
+        try:
+            return float(value)
+        except ValueError:
+            self.fail(f'{value!r} is neither a number nor "off".', param, ctx)
+
+
 def run_argument(command: _Command) -> _Command:
     """The run's id."""
     return click.argument("run_id", metavar="RUN")(command)

@@ -11,6 +11,8 @@ from urllib.parse import unquote, urlsplit
 
 import click
 
+from diloco_cloud.store.uris import plain_uri
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -51,11 +53,18 @@ def store_text(uri: str) -> str:
     return unquote(parts.path) if parts.scheme == "file" else uri
 
 
-def next_steps(run: Run) -> None:
-    """The commands one types after a launch, with the real id."""
+def next_steps(run: Run, *, unsupervised: bool = False) -> None:
+    """The commands one types after a launch, with the real id.
+
+    Args:
+        run: the run.
+        unsupervised: nobody starts again what dies, though the run allows it.
+    """
     where = f"{run.run_id} --store {shlex.quote(store_text(run.store_uri))}"
     note("  follow its logs:  diloco-cloud logs -f " + where)
     note("  look at it:       diloco-cloud status " + where)
+    if unsupervised and run.spec.max_restarts > 0:
+        note("  restart what dies: diloco-cloud supervise " + where)
     note("  stop it:          diloco-cloud cancel " + where)
 
 
@@ -68,7 +77,7 @@ def result_place(run: Run, status: RunStatus) -> None:
     """Where the trained model is, once there is one."""
     model = run.results().model if status.state == "succeeded" else None
     if model is not None:
-        note(f"The model is {store_text(run.uri)}/{model}")
+        note(f"The model is {store_text(plain_uri(run.uri))}/{model}")
 
 
 def replicas_text(ranks: Sequence[int]) -> str:

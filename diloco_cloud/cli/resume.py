@@ -12,12 +12,30 @@ from diloco_cloud.run import Run
 @options.run_argument
 @options.store_option
 @options.replica_option
-def command(run_id: str, store: str | None, ranks: tuple[int, ...]) -> None:
-    """Start replicas again that ended early.
+@click.option(
+    "--replicas",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="The run has so many replicas from now on.",
+)
+@click.option("--backend", metavar="NAME", help="Where to start them.  [default: where they were]")
+def command(
+    run_id: str,
+    store: str | None,
+    ranks: tuple[int, ...],
+    replicas: int | None,
+    backend: str | None,
+) -> None:
+    """Start replicas again that ended early, or more of them.
 
     They go on from the run's newest state, with the settings it was launched with.
     """
     run = Run.open(options.find_store(store), run_id)
-    started = run.resume(ranks or None)
-    output.note(f"Started {output.replicas_text(started)} of {run_id} again.")
-    output.next_steps(run)
+    started = run.resume(ranks or None, replicas=replicas, backend=backend)
+    if started:
+        output.note(f"Started {output.replicas_text(started)} of {run_id}.")
+    else:
+        output.note(
+            f"{run_id} has {output.count_text(replicas or 0)} now; there was none to start."
+        )
+    output.next_steps(run, unsupervised=True)

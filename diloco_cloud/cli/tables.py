@@ -16,12 +16,17 @@ from rich.text import Text
 from diloco_cloud.cli.output import replicas_text
 from diloco_cloud.run.durations import format_duration
 from diloco_cloud.run.status import ReplicaView, RunStatus
+from diloco_cloud.run.views import why_ended
 
 _BAR_WIDTH: Final = 40
 #: Columns that a narrow terminal can do without.
-_LEAST_FIRST: Final = ("seen", "tokens/s", "inner step", "loss", "doing")
+_LEAST_FIRST: Final = (
+    *("seen", "merged", "in rounds", "tokens/s", "backend", "inner step", "loss", "restarts"),
+    "doing",
+)
 #: Between two columns; and what the last one, whose text may wrap, needs at least.
 _GAP, _WHY_WIDTH = 3, 20
+_NUMERIC: Final = ("round", "inner step", "loss", "tokens/s", "merged", "in rounds", "restarts")
 _STYLES: Final = {
     "pending": "yellow",
     "running": "cyan",
@@ -55,12 +60,16 @@ def replica_table(status: RunStatus, width: int | None = None) -> Table:
     why = dict(status.missing)
     columns: dict[str, list[str | Text]] = {
         "replica": [_name(view) for view in status.replicas],
+        "backend": _backends(status),
         "state": [state_text(view.state) for view in status.replicas],
         "doing": [view.phase or "" for view in status.replicas],
         "round": [_number(view.round) for view in status.replicas],
         "inner step": [_number(view.inner_step) for view in status.replicas],
         "loss": [_format(view.loss, ".4f") for view in status.replicas],
         "tokens/s": [_format(view.tokens_per_s, ",.0f") for view in status.replicas],
+        "merged": [_format(view.merged, ",d") for view in status.replicas],
+        "in rounds": [_share(view) for view in status.replicas],
+        "restarts": [str(view.restarts or "") for view in status.replicas],
         "seen": [_seen(view) for view in status.replicas],
         "why": [_why(view, why.get(view.rank)) for view in status.replicas],
     }
@@ -87,17 +96,27 @@ def status_view(status: RunStatus, width: int | None = None) -> RenderableType:
         bar.add_row(ProgressBar(status.rounds, min(status.round, status.rounds), width=_BAR_WIDTH))
         parts.append(bar)
     parts.append(replica_table(status, width))
+    parts += [Text(line, style="dim") for line in _company(status)]
     if status.note:
         parts.append(Text(f"The executor can't be asked here: {status.note}", style="yellow"))
-    commit = status.last_commit or {}
-    for left_out in commit.get("excluded") or ():
-        parts.append(
-            Text(
-                f"Round {commit.get('round')} left out replica {left_out.get('rank')}: "
-                f"{left_out.get('reason')}"
-            )
-        )
+    for left_out in status.excluded:
+        text = f"Round {left_out['round']} left out replica {left_out['rank']}: "
+        parts.append(Text(text + str(left_out["reason"])))
     return Group(*parts)
+
+
+def _company(status: RunStatus) -> list[str]:
+    """Who is alive, and how many are averaged: one may be well without the other."""
+    lines = []
+    if not status.is_terminal:
+        lines.append(f"{len(status.alive)} of {status.size} replicas are alive.")
+        if status.supervised:
+            lines[0] += " What dies is started again."
+    if status.breadth is not None:
+        rounds = "round" if status.rounds_kept == 1 else f"{status.rounds_kept} rounds"
+        averaged = f"{status.breadth:.3g} of {status.size} replicas were averaged"
+        lines.append(f"In the last {rounds}, {averaged}.")
+    return lines
 
 
 def print_failures(console: Console, status: RunStatus) -> None:
@@ -121,7 +140,7 @@ def run_table(statuses: Sequence[RunStatus]) -> Table:
     table = _table("run", "state", "backend", "replicas", "round", "launched")
     for status in statuses:
         running = sum(view.state == "running" for view in status.replicas)
-        total = len(status.replicas)
+        total = status.size
         table.add_row(
             status.run_id,
             state_text(status.state),
@@ -136,7 +155,7 @@ def run_table(statuses: Sequence[RunStatus]) -> Table:
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False, header_style="dim")
     for column in columns:
-        numeric = column in ("round", "inner step", "loss", "tokens/s")
+        numeric = column in _NUMERIC
         justify: Literal["left", "right"] = "right" if numeric else "left"
         prose = column == "why"
         overflow: Literal["fold", "ellipsis"] = "fold" if prose else "ellipsis"
@@ -165,13 +184,25 @@ def _round(status: RunStatus) -> str:
 
 def _why(view: ReplicaView, missing: str | None) -> str:
     if view.state == "failed":
-        code = "" if view.exit_code is None else f"exit code {view.exit_code}"
-        reason = "" if view.reason in (None, "exit_code") else view.reason.replace("_", " ")
-        said = ", ".join(part for part in (reason, code) if part)
-        return ": ".join(part for part in (said, view.error) if part)
+        given_up = f"; not started again: {view.given_up}" if view.given_up else ""
+        return why_ended(view) + given_up
     if view.waiting_for and view.state == "running":
         return "waits for " + ", ".join(map(str, view.waiting_for))
+    if view.retired:
+        return "retired"
+    if missing is None and view.restarted_after is not None and not view.ended:
+        return f"attempt {view.attempt}, after: {view.restarted_after}"
     return missing or ""
+
+
+def _backends(status: RunStatus) -> list[str | Text]:
+    """Where each replica is, if that is not the same for all."""
+    names = [view.backend or "" for view in status.replicas]
+    return [*names] if len(set(names)) > 1 else [""] * len(names)
+
+
+def _share(view: ReplicaView) -> str:
+    return "" if view.participation is None else f"{view.participation:.0%}"
 
 
 def _seen(view: ReplicaView) -> str:

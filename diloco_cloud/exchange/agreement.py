@@ -1,34 +1,35 @@
 """Agreeing on a round through nothing but create-once.
 
-Every replica watches the round's directory (one LIST a look). Whoever first sees everybody there
-computes the decision and tries to create ``commit``; the store lets exactly one succeed, and the
-rest read what it wrote.
+Every replica watches the round's directory (one LIST a look). Whoever first finds its condition
+met (:mod:`diloco_cloud.exchange.membership`) computes the decision and tries to create ``commit``;
+the store lets exactly one succeed, and the rest read what it wrote.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from diloco_cloud import keys
 from diloco_cloud.errors import (
     AlreadyExistsError,
     CorruptContributionError,
     ExchangeError,
+    ForeignObjectError,
+    MissedRoundError,
     NotFoundError,
     RoundTimeoutError,
 )
 from diloco_cloud.exchange.commit import Commit, decide
-from diloco_cloud.exchange.contribution import Header, decode, digest, encoded_size, header_size
-from diloco_cloud.store.base import ObjectInfo, ObjectStore
-
-#: Requests under way at once, per replica.
-PARALLEL_READS = 8
-#: What a header may make a reader allocate, whatever it says of itself.
-_LONGEST_HEADER = 64 * 2**20
+from diloco_cloud.exchange.contribution import Header
+from diloco_cloud.exchange.history import History
+from diloco_cloud.exchange.layout import TensorLayout
+from diloco_cloud.exchange.membership import Arrival, Attendance, Life, Membership
+from diloco_cloud.exchange.payloads import PARALLEL_READS, Payloads, read_header
+from diloco_cloud.exchange.signing import Signer
+from diloco_cloud.store.base import ObjectStore
 
 
 @dataclass(frozen=True)
@@ -66,21 +67,44 @@ class Watch:
     def expired(self) -> bool:
         return self.waited_s >= self.timeout_s
 
-    def pause(self) -> None:
+    def pause(self, at_most_s: float | None = None) -> None:
         longest = min(self.longest_s, max(self.timeout_s - self.waited_s, 0.0))
+        if at_most_s is not None:
+            longest = min(longest, max(at_most_s, self.shortest_s))
         self.clock.sleep(min(max(self.waited_s / 10, self.shortest_s), longest))
         if self.stopped():
             raise ExchangeError("the wait for other replicas was given up")
 
 
-@dataclass(frozen=True)
-class _Arrival:
-    """What a rank's newest life has put into a round."""
+def newer_snapshots(store: ObjectStore, round_: int) -> int:
+    """Snapshots, whole or not, of states that include a round; 2 where the round may be deleted."""
+    numbers = map(keys.snapshot_number, store.list_dirs(keys.STATE))
+    return sum(number is not None and number > round_ for number in numbers)
 
-    rank: int
-    attempt: int
-    info: ObjectInfo
-    leaving: bool
+
+def raise_if_superseded(rank: int, attempt: int, newest: int) -> None:
+    """Raise ``ExchangeError`` in a life whose rank has a newer one."""
+    if newest > attempt:
+        raise ExchangeError(
+            f"attempt {newest} of replica {rank} has taken over from attempt {attempt}",
+            fix="Nothing is lost: this process is no longer needed.",
+        )
+
+
+def read_commit(store: ObjectStore, run: str, round_: int, fragment: int, signer: Signer) -> Commit:
+    """The decision of a round.
+
+    Raises:
+        NotFoundError: there is none, or it has been deleted.
+        CorruptContributionError: what is there is not this round's.
+        ForeignObjectError: it is not signed with the run's key.
+    """
+    key = keys.commit(round_, fragment)
+    commit = Commit.decode(store.get(key))
+    commit.check(signer, key)
+    if (commit.run, commit.round, commit.fragment) != (run, round_, fragment):
+        raise CorruptContributionError(f"{key} belongs to another run or round")
+    return commit
 
 
 @dataclass
@@ -88,150 +112,265 @@ class Agreement:
     """One replica's view of one round's decision.
 
     Attributes:
-        expected: ranks whose contribution, or leave, the decision waits for.
-        finished: ranks that left in an earlier round.
-        own: this replica's header, and its digest; spares reading it back.
-        timeout_s: how long to wait for ranks that have begun; the watch bounds all waiting.
-        begun: whether all of these ranks are known to have begun.
+        history: the decisions before this round.
+        membership: who is waited for, and for how long.
+        own: the header that this replica is in the round with, and its digest; spares reading it
+            back. It may be an earlier life's.
+        is_own_there: whether the store holds ``own``, and not something damaged in its place.
+        attempt: this life.
+        pace_s: seconds this replica trained for the round.
+        timeout_s: how long to wait for ranks that have begun.
+        join_timeout_s: how long to wait for the others when all begin.
         waiting_for: called with the ranks that are missing, whenever that changes.
+        payloads: what was read of the peers' contributions before the decision.
+        layout: of the tensors, where this life knows them.
     """
 
     store: ObjectStore
     run: str
     round: int
     fragment: int
-    expected: Sequence[int]
-    finished: Sequence[int]
+    history: History
+    membership: Membership
     own: tuple[Header, str]
-    timeout_s: float = math.inf
+    attempt: int
+    payloads: Payloads
+    is_own_there: bool = True
+    layout: TensorLayout | None = None
+    pace_s: float = 0.0
+    timeout_s: float = 1800.0
+    join_timeout_s: float = 1800.0
     reduction: str = "auto"
     weighting: str = "tokens"
-    begun: Callable[[list[int]], bool] = lambda _ranks: False
+    outlier_norm: float | None = None
     waiting_for: Callable[[list[int]], None] = lambda _missing: None
-    #: By digest, the peers' headers this replica has read.
-    headers: dict[str, Header] = field(default_factory=dict)
+    seen: Attendance | None = field(default=None, init=False)
+    needed: int = field(default=1, init=False)
+    _lives: Mapping[int, Life] = field(default_factory=dict, init=False)
+    _asked_at: float | None = field(default=None, init=False)
+    quorum_at: float | None = field(default=None, init=False)
+    _missing: set[int] | None = field(default=None, init=False)
 
     def reach(self, watch: Watch) -> Commit:
         """Wait for the decision, and make it if nobody has.
 
         Raises:
-            RoundTimeoutError: some of ``expected`` did not come within the watch's time.
+            RoundTimeoutError: too few came within the watch's time.
+            MissedRoundError: the round was decided and deleted long ago.
+            ExchangeError: another life of this rank has taken over.
         """
-        missing: list[int] | None = None
         while True:
-            listed = self.store.list(keys.directory(self.round, self.fragment))
-            if any(info.key == keys.commit(self.round, self.fragment) for info in listed):
+            self.seen = seen = self._look()
+            if seen.decided:
                 return self._read()
-            arrived = self._arrived(listed)
-            absent = [rank for rank in self.expected if rank not in arrived]
-            if not absent:
-                return self._create(arrived)
-            if absent != missing:
-                missing = absent
-                self.waiting_for(absent)
-            # Who has begun is waited for as in any round; who has not may be queueing somewhere.
-            if watch.expired or (watch.waited_s >= self.timeout_s and self.begun(absent)):
-                raise self._timeout(absent, watch)
-            watch.pause()
+            if self._is_complete(seen, watch):
+                commit = self._create(seen)
+                if commit is not None:
+                    return commit
+                if watch.expired:
+                    raise self._nobody_else(watch)
+            watch.pause(self._until_grace_ends(watch))
+
+    def _look(self) -> Attendance:
+        listed = self.store.list(keys.directory(self.round, self.fragment))
+        seen = Attendance.of(listed, self.round, self.fragment, self.history)
+        rank = self.own[0].rank
+        raise_if_superseded(rank, self.attempt, seen.newest.get(rank, 0))
+        return seen
 
     def _read(self) -> Commit:
-        commit = Commit.decode(self.store.get(keys.commit(self.round, self.fragment)))
-        if (commit.run, commit.round, commit.fragment) != (self.run, self.round, self.fragment):
-            raise CorruptContributionError(
-                f"the commit of round {self.round} belongs to another run or round"
-            )
-        return commit
+        return read_commit(self.store, self.run, self.round, self.fragment, self.payloads.signer)
 
-    def _arrived(self, listed: Sequence[ObjectInfo]) -> dict[int, _Arrival]:
-        """By rank, what its newest life has put here (keys come in order of attempt)."""
-        directory = keys.directory(self.round, self.fragment)
-        found: dict[int, _Arrival] = {}
-        for info in listed:
-            part = keys.parse_part(info.key, directory)
-            if part is None or part[1] not in self.expected:
-                continue
-            kind, rank, attempt = part
-            if rank not in found or found[rank].attempt <= attempt:
-                found[rank] = _Arrival(rank, attempt, info, leaving=kind == "leave")
-        return found
+    # -- whether to go on waiting --------------------------------------------------------------
 
-    def _create(self, arrived: Mapping[int, _Arrival]) -> Commit:
-        headers: dict[int, tuple[Header, str]] = {}
-        corrupt: dict[int, tuple[int, str]] = {}
-        here = [arrival for arrival in arrived.values() if not arrival.leaving]
-        with ThreadPoolExecutor(PARALLEL_READS, "diloco-headers") as pool:
-            for arrival, header in zip(here, pool.map(self._header, here), strict=True):
-                if isinstance(header, CorruptContributionError):
-                    corrupt[arrival.rank] = (arrival.attempt, header.message)
-                else:
-                    headers[arrival.rank] = header
-        commit = decide(
-            headers,
-            run=self.run,
-            round_=self.round,
-            fragment=self.fragment,
-            finished=self.finished,
-            leaving=[rank for rank, arrival in arrived.items() if arrival.leaving],
-            corrupt=corrupt,
-            reduction=self.reduction,
-            weighting=self.weighting,
-        )
-        try:
-            self.store.create(keys.commit(self.round, self.fragment), commit.encode())
-        except AlreadyExistsError:
-            return self._read()
-        return commit
+    def _is_complete(self, seen: Attendance, watch: Watch) -> bool:
+        """Whether the round can be decided as things stand.
 
-    def _header(self, arrival: _Arrival) -> tuple[Header, str] | CorruptContributionError:
-        """An arrival's header and digest, or why it cannot be used."""
-        if (arrival.rank, arrival.attempt) == (self.own[0].rank, self.own[0].attempt):
-            return self.own
-        key = arrival.info.key
-        try:
-            header, name = read_header(
-                self.store, arrival.info, self.own[0].nbytes, self.own[0].chunk_bytes
-            )
-        except CorruptContributionError as error:
-            return error
+        Raises:
+            RoundTimeoutError: it cannot, and has been waited for long enough.
+        """
+        rules = self.membership
+        waited = watch.waited_s
+        cold = rules.is_cold(seen, self.history) and waited < self.join_timeout_s
+        self._ask_around(watch, cold=cold)
+        expected = rules.expected(seen, self.history, self._lives, cold=cold)
+        missing = expected - seen.arrived.keys()
+        self.needed = rules.needed(seen, expected, self.history)
+        enough = len(seen.arrived) >= self.needed
+        if enough and not missing:
+            return True
+        self._tell(missing)
+        if rules.is_strict:
+            self._raise_if_hopeless(missing, watch)
+            return False
+        if enough and not cold:
+            if self.quorum_at is None:
+                self.quorum_at = watch.clock.now()
+            return self._until_grace_ends(watch) == 0.0
+        self.quorum_at = None
+        limit = rules.deadline_s(self.pace_s, self.timeout_s)
+        if rules.quorum is None and not cold and waited >= limit:
+            return True
+        if watch.expired:
+            raise self._timeout(missing, watch)
+        return False
+
+    def _until_grace_ends(self, watch: Watch) -> float | None:
+        """Seconds; None where no quorum is in."""
+        if self.quorum_at is None:
+            return None
+        grace = self.membership.grace(self._missing or set(), pace_s=self.pace_s)
+        return max(0.0, self.quorum_at + grace - watch.clock.now())
+
+    def _tell(self, missing: set[int]) -> None:
+        if missing != self._missing:
+            self._missing = missing
+            self.waiting_for(sorted(missing))
+
+    def _ask_around(self, watch: Watch, *, cold: bool) -> None:
+        """Look beyond the round, now and then: who lives, and whether the run has moved on."""
+        if self.membership.is_strict:
+            return
+        now, period = watch.clock.now(), self.membership.heartbeat_s
+        if self._asked_at is None:
+            if not cold and watch.waited_s < period:
+                return
+        elif now - self._asked_at < period:
+            return
+        self._asked_at = now
+        self._lives = self.membership.roster()
+        self._raise_if_behind()
+
+    def _raise_if_behind(self) -> None:
+        """A round that was decided and deleted looks like one that is still open.
+
+        But the outer state of a later round is stored before the round is deleted.
+        """
+        if newer_snapshots(self.store, self.round) == 0:
+            return
+        try:  # Perhaps it was decided only since the last look.
+            self.store.head(keys.commit(self.round, self.fragment))
         except NotFoundError:
-            return CorruptContributionError(f"{key}: gone while it was read")
-        place = (header.run, header.round, header.fragment, header.rank, header.attempt)
-        if place != (self.run, self.round, self.fragment, arrival.rank, arrival.attempt):
-            return CorruptContributionError(f"{key}: written for another run, round or rank")
-        self.headers[name] = header
-        return header, name
+            raise MissedRoundError(f"round {self.round} was decided long ago") from None
 
-    def _timeout(self, absent: list[int], watch: Watch) -> RoundTimeoutError:
-        ranks = ", ".join(map(str, absent))
+    def _raise_if_hopeless(self, missing: set[int], watch: Watch) -> None:
+        # Who has begun is waited for as in any round; who has not may be queueing somewhere.
+        late = watch.waited_s >= self.timeout_s and watch.waited_s < watch.timeout_s
+        if watch.expired or (late and self._have_begun(missing)):
+            raise self._timeout(missing, watch)
+
+    def _have_begun(self, ranks: set[int]) -> bool:
+        lives = self.membership.roster()
+        return bool(lives) and all(lives.get(rank) != "starting" for rank in ranks)
+
+    def _timeout(self, absent: set[int], watch: Watch) -> RoundTimeoutError:
+        ranks = ", ".join(map(str, sorted(absent)))
         return RoundTimeoutError(
             f"round {self.round}: replica {ranks} did not contribute within {watch.waited_s:.0f} s",
             fix="See why with `diloco-cloud status`; `resume` restarts what has stopped.",
         )
 
+    # -- deciding ------------------------------------------------------------------------------
 
-def read_header(
-    store: ObjectStore, info: ObjectInfo, nbytes: int, chunk_bytes: int
-) -> tuple[Header, str]:
-    """Header of a round's object, and its digest.
+    def _create(self, seen: Attendance) -> Commit | None:
+        """Make the decision; None if this replica cannot know that its key is the run's."""
+        if not self.membership.is_strict:
+            self._raise_if_behind()
+        headers: dict[int, tuple[Header, str]] = {}
+        corrupt: dict[int, tuple[int, str]] = {}
+        foreign = False
+        here = [seen.arrived[rank] for rank in sorted(seen.arrived)]
+        with ThreadPoolExecutor(PARALLEL_READS, "diloco-headers") as pool:
+            for arrival, header in zip(here, pool.map(self._header, here), strict=True):
+                if isinstance(header, CorruptContributionError):
+                    corrupt[arrival.rank] = (arrival.attempt, header.message)
+                    foreign = foreign or isinstance(header, ForeignObjectError)
+                else:
+                    headers[arrival.rank] = header
+        if foreign and not self.payloads.signer.confirmed:
+            return None
+        commit = self._decide(headers, seen, corrupt)
+        if self._verify(commit, headers, corrupt):
+            commit = self._decide(headers, seen, corrupt)
+        try:
+            self.store.create(keys.commit(self.round, self.fragment), commit.encode())
+        except AlreadyExistsError:
+            return self._read()
+        if not self.membership.is_strict and newer_snapshots(self.store, self.round) > 1:
+            # This process stood still before its create, and the round may have been decided by
+            # others, and deleted, meanwhile. If not, the ledger will tell that it counted.
+            raise MissedRoundError(f"round {self.round} may have been decided before")
+        return commit
 
-    One read where the payload is ``nbytes`` long in chunks of ``chunk_bytes``, as is usual.
+    def _decide(
+        self,
+        headers: Mapping[int, tuple[Header, str]],
+        seen: Attendance,
+        corrupt: Mapping[int, tuple[int, str]],
+    ) -> Commit:
+        return decide(
+            headers,
+            run=self.run,
+            round_=self.round,
+            fragment=self.fragment,
+            before=self.history,
+            leaving=sorted(seen.leaving),
+            corrupt=corrupt,
+            reduction=self.reduction,
+            weighting=self.weighting,
+            outlier_norm=self.outlier_norm,
+        ).sign(self.payloads.signer)
 
-    Raises:
-        CorruptContributionError: not a contribution, or not as long as it says.
-        NotFoundError: gone since ``info`` was listed.
-    """
+    def _nobody_else(self, watch: Watch) -> ForeignObjectError:
+        return ForeignObjectError(
+            f"round {self.round}: within {watch.waited_s:.0f} s no other replica contributed what "
+            "is signed with this replica's key",
+            fix="Give every replica of the run the same key.",
+        )
 
-    def read(size: int) -> bytes:
-        if size > min(info.size, _LONGEST_HEADER):
-            raise CorruptContributionError(f"{info.key}: {info.size} bytes are no contribution")
-        return bytes(store.get_range(info.key, 0, size))
+    def _verify(
+        self,
+        commit: Commit,
+        headers: dict[int, tuple[Header, str]],
+        corrupt: dict[int, tuple[int, str]],
+    ) -> bool:
+        """Read what everybody is about to read, where that is little, and sort out what is bad.
 
-    data = read(min(info.size, header_size(nbytes, chunk_bytes)))
-    if encoded_size(data) > len(data):
-        data = read(encoded_size(data))
-    header = decode(data, info.key)
-    if header.size > len(data):
-        data = read(header.size)
-    if info.size != header.size + header.nbytes:
-        raise CorruptContributionError(f"{info.key}: truncated, or longer than it says")
-    return header, digest(data[: header.size])
+        A contribution whose bytes are damaged is then left out of the decision, instead of making
+        it useless. Where a lot is moved, in shards, the shard's owner finds the damage.
+        """
+        peers = [one for one in commit.contributors if one.header != self.own[1]]
+        if commit.plan != "all-gather" or not self.payloads.has_room(commit, len(peers)):
+            return False
+        sound = True
+        for one in peers:
+            try:
+                if self.payloads.load(commit, one, self.layout):
+                    continue
+                header, name = headers[one.rank]
+                headers[one.rank] = (replace(header, finite=False), name)
+            except (CorruptContributionError, NotFoundError) as error:
+                corrupt[one.rank] = (one.attempt, error.message)
+                del headers[one.rank]
+            sound = False
+        return not sound
+
+    def _header(self, arrival: Arrival) -> tuple[Header, str] | CorruptContributionError:
+        """An arrival's header and digest, or why it cannot be used."""
+        own = self.own[0]
+        if (arrival.rank, arrival.attempt) == (own.rank, own.attempt) and self.is_own_there:
+            return self.own
+        key = arrival.info.key
+        try:
+            header, name = read_header(
+                self.store, arrival.info, own.nbytes, own.chunk_bytes, self.payloads.signer
+            )
+        except CorruptContributionError as error:
+            return error
+        except NotFoundError:
+            return CorruptContributionError(f"{key}: gone while it was read")
+        here = (self.run, self.round, self.fragment, arrival.rank, arrival.attempt)
+        if header.place != here:
+            return CorruptContributionError(f"{key}: written for another run, round or rank")
+        self.payloads.headers[name] = header
+        return header, name

@@ -17,8 +17,10 @@ from diloco_cloud import keys
 from diloco_cloud.errors import ConfigError, DilocoError, ExchangeError
 from diloco_cloud.exchange.agreement import Clock
 from diloco_cloud.exchange.commit import Commit
+from diloco_cloud.exchange.membership import Membership
 from diloco_cloud.exchange.rounds import RoundExchange
-from diloco_cloud.store import open_store
+from diloco_cloud.exchange.signing import Signer
+from diloco_cloud.store import open_store, run_name
 from diloco_cloud.store.base import ObjectStore
 from diloco_cloud.store.metered import MeteredStore, Usage
 
@@ -40,8 +42,11 @@ class ObjectStoreAllReduce:
         join_timeout_s: seconds the first round waits; by default as ``timeout_s``.
         attempt: which life of the rank this is; by default ``DILOCO_ATTEMPT``, or 0.
         reduction: "all-gather", "sharded", or "auto" by payload and world size.
+        membership: who a round waits for; by default every rank.
         store: an open store to use instead of opening ``uri``.
         clock: what waiting is measured with.
+        key: secret of a signed run, the same on every replica; nothing that is not signed with it
+            is averaged or followed. None for a run that is not signed.
 
     Attributes:
         prefix: the run's prefix.
@@ -65,8 +70,10 @@ class ObjectStoreAllReduce:
         join_timeout_s: float | None = None,
         attempt: int | None = None,
         reduction: str = "auto",
+        membership: Membership | None = None,
         store: ObjectStore | None = None,
         clock: Clock | None = None,
+        key: bytes | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ConfigError(
@@ -84,7 +91,8 @@ class ObjectStoreAllReduce:
         self._metered = MeteredStore(self.prefix)
         self.exchange = RoundExchange(
             store=self._metered,
-            run=self.uri.rstrip("/").rpartition("/")[2],
+            run=run_name(self.uri),
+            signer=Signer(key, run_name(self.uri)),
             rank=rank,
             world_size=world_size,
             attempt=attempt,
@@ -94,6 +102,8 @@ class ObjectStoreAllReduce:
             reduction=reduction,
             clock=Clock() if clock is None else clock,
         )
+        if membership is not None:
+            self.exchange.membership = membership
         self._continued = round_id is not None
         self._first = self._round_counter = round_id or 0
 

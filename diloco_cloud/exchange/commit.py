@@ -7,13 +7,16 @@ the ``commit`` object fixes the decision for all; the others read it.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
-from diloco_cloud.exchange import wire
+from diloco_cloud.exchange import history, wire
 from diloco_cloud.exchange.contribution import CHUNK_BYTES, Header, chunk_size, digest
+from diloco_cloud.exchange.history import History, LedgerEntry, Standing, update_standings
+from diloco_cloud.exchange.signing import Signer
 
 #: commit: apply the mean. discard: everyone returns to the last global parameters and goes on.
 #: abort: the replicas cannot work together; everyone stops with ``reason``.
@@ -24,6 +27,11 @@ Plan: TypeAlias = Literal["all-gather", "sharded"]
 DRIFTED: Final = "taken against other global parameters than the rest"
 #: Below this payload a second trip through the store costs more than reading everything.
 SHARDED_FROM_BYTES = 8 * 2**20
+#: A token that is k rounds late weighs 1 / (1 + 0.25 k) of one that is not (the best of the values
+#: that fsb_decoupled_diloco tried; it rejects nothing, as rejecting cost it a quarter of the work).
+STALENESS_DISCOUNT: Final = 0.25
+#: Below so many contributions a median says nothing.
+_OUTLIERS_FROM: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +53,16 @@ class Contributor:
 
 @dataclass(frozen=True, kw_only=True)
 class Exclusion:
-    """A replica that was there but is not in the mean, and why."""
+    """A replica that was there but is not in the mean, and why.
+
+    Attributes:
+        kept: its contribution did not arrive whole; it contributes the work again.
+    """
 
     rank: int
     attempt: int
     reason: str
+    kept: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +72,11 @@ class Commit:
     Attributes:
         contributors: in the order in which contributions are added, which is by rank.
         finished: ranks that have left the run; later rounds do not wait for them.
-        positions: (rank, inner steps of its data behind it) of everyone who was there, for the
-            next life of a rank to begin its data at.
+        standings: of all ranks that have ever been in a round.
+        ledger: fate of all tokens so far, as far as this fragment is concerned.
         base: digest of the global parameters before the round.
         shards: number of shards of the "sharded" plan, else 0; shard k is contributor k's to do.
+        mac: over all the rest, where the run is signed.
     """
 
     run: str
@@ -73,13 +87,15 @@ class Commit:
     contributors: tuple[Contributor, ...] = ()
     excluded: tuple[Exclusion, ...] = ()
     finished: tuple[int, ...] = ()
-    positions: tuple[tuple[int, int], ...] = ()
+    standings: tuple[Standing, ...] = ()
+    ledger: tuple[LedgerEntry, ...] = ()
     layout: str = ""
     nbytes: int = 0
     chunk_bytes: int = CHUNK_BYTES
     base: str = ""
     plan: Plan = "all-gather"
     shards: int = 0
+    mac: str = ""
 
     @property
     def weights(self) -> list[float]:
@@ -87,9 +103,15 @@ class Commit:
         largest = max(c.weight for c in self.contributors)
         return [c.weight / largest for c in self.contributors]
 
-    def reason_for(self, rank: int) -> str | None:
+    def exclusion_of(self, rank: int) -> Exclusion | None:
         """Why a rank's work was left out; None if it was not."""
-        return next((one.reason for one in self.excluded if one.rank == rank), None)
+        return next((one for one in self.excluded if one.rank == rank), None)
+
+    def includes(self, rank: int, attempt: int) -> bool:
+        """Whether this life's work was looked at: averaged, or left out for good."""
+        return any((one.rank, one.attempt) == (rank, attempt) for one in self.contributors) or any(
+            (one.rank, one.attempt) == (rank, attempt) and not one.kept for one in self.excluded
+        )
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
@@ -103,6 +125,14 @@ class Commit:
         """
         return wire.parse(data, "the commit", _commit)
 
+    def sign(self, signer: Signer) -> Commit:
+        """The same commit with its mac."""
+        return replace(self, mac=signer.mac("commit", [replace(self, mac="").encode()]))
+
+    def check(self, signer: Signer, key: str) -> None:
+        """Raise ``ForeignObjectError`` unless the commit under ``key`` is the run's own."""
+        signer.check("commit", self.mac, [replace(self, mac="").encode()], key, own=False)
+
     @property
     def digest(self) -> str:
         """Names the commit in the sums made from it."""
@@ -113,6 +143,7 @@ _EXCLUSION: Final[dict[str, Callable[[Any], Any]]] = {
     "rank": wire.count,
     "attempt": wire.count,
     "reason": wire.text,
+    "kept": wire.flag,
 }
 _CONTRIBUTOR: Final[dict[str, Callable[[Any], Any]]] = {
     "rank": wire.count,
@@ -131,13 +162,15 @@ _COMMIT: Final[dict[str, Callable[[Any], Any]]] = {
     "contributors": wire.many(lambda values: Contributor(**wire.fields(values, _CONTRIBUTOR))),
     "excluded": wire.many(lambda values: Exclusion(**wire.fields(values, _EXCLUSION))),
     "finished": wire.many(wire.count),
-    "positions": wire.many(wire.pair),
+    "standings": history.standings,
+    "ledger": history.ledger_entries,
     "layout": wire.text,
     "nbytes": wire.count,
     "chunk_bytes": chunk_size,
     "base": wire.text,
     "plan": wire.one_of("all-gather", "sharded"),
     "shards": wire.count,
+    "mac": wire.text,
 }
 
 
@@ -160,11 +193,12 @@ def decide(
     run: str,
     round_: int,
     fragment: int,
-    finished: Sequence[int] = (),
+    before: History | None = None,
     leaving: Sequence[int] = (),
     corrupt: Mapping[int, tuple[int, str]] | None = None,
     reduction: str = "auto",
     weighting: str = "tokens",
+    outlier_norm: float | None = None,
 ) -> Commit:
     """The decision of a round from the headers of everyone who is in it.
 
@@ -173,76 +207,159 @@ def decide(
         run: the run's id.
         round_: counts decisions, from 0.
         fragment: index of the model fragment.
-        finished: ranks that left in an earlier round.
-        leaving: ranks that left in this one.
-        corrupt: by rank, attempt and reason of a contribution whose header cannot be used.
+        before: what the decisions before this one say.
+        leaving: ranks that left in this round.
+        corrupt: by rank, attempt and reason of a contribution that cannot be used.
         reduction: "all-gather", "sharded" or "auto".
         weighting: "tokens" weighs by tokens processed, "equal" does not; without token counts
             from everyone, all weigh the same.
+        outlier_norm: contributions longer than so many times the median are left out.
     """
-    present = dict(sorted(headers.items()))
+    past = History() if before is None else before
+    superseded = {
+        rank: header
+        for rank, (header, _) in headers.items()
+        if header.attempt < past.attempt_of(rank)
+    }
+    present = {rank: headers[rank] for rank in sorted(headers) if rank not in superseded}
     commit = Commit(
         run=run,
         round=round_,
         fragment=fragment,
         decision="commit",
-        finished=tuple(sorted({*finished, *leaving})),
-        positions=tuple((rank, header.position) for rank, (header, _) in present.items()),
+        finished=tuple(sorted({*past.finished, *leaving})),
         excluded=tuple(
-            Exclusion(rank=rank, attempt=attempt, reason=reason)
+            Exclusion(rank=rank, attempt=attempt, reason=reason, kept=True)
             for rank, (attempt, reason) in sorted((corrupt or {}).items())
+        )
+        + tuple(
+            Exclusion(rank=rank, attempt=header.attempt, reason="a newer attempt has taken over")
+            for rank, header in superseded.items()
         ),
     )
     layouts = {rank: header.layout for rank, (header, _) in present.items()}
-    if len(set(layouts.values())) > 1:
+    agreed_layout = past.layouts.get(fragment)
+    if agreed_layout is None and len(set(layouts.values())) > 1:
+        # Nobody has trained yet, and somebody was started wrongly.
         return replace(commit, decision="abort", reason=_mismatch(layouts))
-    base = _agreed([header.base for header, _ in present.values()])
-    chunk_bytes = next((header.chunk_bytes for header, _ in present.values()), CHUNK_BYTES)
-    included: list[Contributor] = []
-    for rank, (header, name) in present.items():
-        reason = _unfit(header, base, chunk_bytes)
-        if reason:
-            excluded = Exclusion(rank=rank, attempt=header.attempt, reason=reason)
-            commit = replace(commit, excluded=(*commit.excluded, excluded))
-            continue
-        included.append(
-            Contributor(
-                rank=rank,
-                attempt=header.attempt,
-                header=name,
-                tokens=header.tokens,
-                inner_steps=header.inner_steps,
-                weight=1.0,
-            )
-        )
+    fit = _Fitness(present, agreed_layout, outlier_norm)
+    reasons = {rank: fit.fault(header) for rank, (header, _) in present.items()}
+    included = [rank for rank in present if not reasons[rank]]
+    commit = replace(
+        commit,
+        excluded=commit.excluded
+        + tuple(
+            Exclusion(rank=rank, attempt=present[rank][0].attempt, reason=reason)
+            for rank, reason in reasons.items()
+            if reason
+        ),
+        standings=_standings(past, commit, present),
+        ledger=_ledger(past, commit, present, included),
+    )
     if not included:
-        reasons = "; ".join(f"replica {e.rank}: {e.reason}" for e in commit.excluded)
-        return replace(commit, decision="discard", reason=reasons or "no contributions")
-    if weighting == "tokens" and all(c.tokens > 0 for c in included):
-        included = [replace(c, weight=float(c.tokens)) for c in included]
-    first = present[included[0].rank][0]
+        faults = "; ".join(f"replica {e.rank}: {e.reason}" for e in commit.excluded)
+        return replace(commit, decision="discard", reason=faults or "no contributions")
+    first = present[included[0]][0]
     return replace(
         commit,
-        contributors=tuple(included),
+        contributors=_contributors([present[rank] for rank in included], weighting),
         layout=first.layout,
         nbytes=first.nbytes,
-        chunk_bytes=chunk_bytes,
+        chunk_bytes=first.chunk_bytes,
         base=first.base,
         **_plan(reduction, len(included), first),
     )
 
 
-def _unfit(header: Header, base: str | None, chunk_bytes: int) -> str:
-    """Why a contribution cannot be averaged, or ""."""
-    if header.kind != "contribution" or header.codec != "raw":
-        return f"a {header.kind} encoded as {header.codec!r}, which this version cannot average"
-    if header.chunk_bytes != chunk_bytes:
-        return f"in chunks of {header.chunk_bytes} bytes, not {chunk_bytes} as the rest"
-    if header.base != base:
-        return DRIFTED
-    if not header.finite:
-        return "has NaN or infinite values"
-    return ""
+def _contributors(
+    included: Sequence[tuple[Header, str]], weighting: str
+) -> tuple[Contributor, ...]:
+    weighed = weighting == "tokens" and all(header.tokens > 0 for header, _ in included)
+    return tuple(
+        Contributor(
+            rank=header.rank,
+            attempt=header.attempt,
+            header=name,
+            tokens=header.tokens,
+            inner_steps=header.inner_steps,
+            weight=_weight(header) if weighed else 1.0,
+        )
+        for header, name in included
+    )
+
+
+def _weight(header: Header) -> float:
+    """Tokens, of which those that missed a round count less for every round they are late."""
+    fresh = header.tokens - header.carried
+    return fresh + header.carried / (1 + STALENESS_DISCOUNT * header.staleness)
+
+
+def _standings(
+    past: History, commit: Commit, present: Mapping[int, tuple[Header, str]]
+) -> tuple[Standing, ...]:
+    here = [
+        Standing(rank=rank, attempt=header.attempt, round=commit.round, position=header.position)
+        for rank, (header, _) in present.items()
+    ]
+    # What a damaged contribution says of its data's position is as little to be trusted.
+    for one in commit.excluded:
+        known = past.standings.get(one.rank)
+        if one.rank not in present and known is not None:
+            here.append(replace(known, attempt=max(known.attempt, one.attempt), round=commit.round))
+    return update_standings(past.standings.values(), here)
+
+
+def _ledger(
+    past: History,
+    commit: Commit,
+    present: Mapping[int, tuple[Header, str]],
+    included: Sequence[int],
+) -> tuple[LedgerEntry, ...]:
+    ledger = dict(past.ledgers.get(commit.fragment, {}))
+    for rank, (header, _) in present.items():
+        entry = ledger.get(rank, LedgerEntry(rank=rank, attempt=header.attempt))
+        ledger[rank] = entry.add(
+            attempt=header.attempt,
+            life=header.processed,
+            tokens=header.tokens,
+            merged=rank in included,
+        )
+    return tuple(ledger[rank] for rank in sorted(ledger))
+
+
+class _Fitness:
+    """Tells what is wrong with a contribution, by comparison with the others."""
+
+    def __init__(
+        self,
+        present: Mapping[int, tuple[Header, str]],
+        layout: str | None,
+        outlier_norm: float | None,
+    ) -> None:
+        headers = [header for header, _ in present.values()]
+        self._layout = layout
+        self._base = _agreed([header.base for header in headers])
+        self._chunk_bytes = headers[0].chunk_bytes if headers else CHUNK_BYTES
+        norms = sorted(header.norm for header in headers if header.finite)
+        self._longest = math.inf
+        if outlier_norm is not None and len(norms) >= _OUTLIERS_FROM:
+            self._longest = outlier_norm * norms[(len(norms) - 1) // 2] or math.inf
+
+    def fault(self, header: Header) -> str:
+        """Why a contribution cannot be averaged, or ""."""
+        if header.kind != "contribution" or header.codec != "raw":
+            return f"a {header.kind} encoded as {header.codec!r}, which cannot be averaged here"
+        if self._layout is not None and header.layout != self._layout:
+            return "tensors of other names, shapes or dtypes than the run's"
+        if header.chunk_bytes != self._chunk_bytes:
+            return f"in chunks of {header.chunk_bytes} bytes, not {self._chunk_bytes} as the rest"
+        if header.base != self._base:
+            return DRIFTED
+        if not header.finite:
+            return "has NaN or infinite values"
+        if header.norm > self._longest:
+            return f"its norm {header.norm:.3g} is an outlier (above {self._longest:.3g})"
+        return ""
 
 
 def _agreed(bases: Sequence[str]) -> str | None:

@@ -8,7 +8,8 @@ the way out: a CPU tensor's own memory goes to the store.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -100,6 +101,13 @@ class TensorLayout:
                 found.append(Segment(self.dtypes[i], found[-1].stop if found else 0, numel))
         return tuple(found)
 
+    def within(self, start: int, length: int) -> Iterator[tuple[Segment, int, int]]:
+        """Segments that a part of the payload touches, with their bytes' place in that part."""
+        for segment in self.segments:
+            low, high = max(segment.start, start), min(segment.stop, start + length)
+            if low < high:
+                yield segment, low - start, high - start
+
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the payload."""
@@ -148,6 +156,16 @@ def all_finite(tensor: torch.Tensor) -> bool:
     total = tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
     # Finite elements can still have a sum that is not.
     return bool(total.isfinite()) or bool(tensor.isfinite().all())
+
+
+def l2_norm(tensors: Sequence[torch.Tensor]) -> float:
+    """L2 norm over all elements, in fp32 per tensor; NaN or infinite where an element is."""
+    norms = [
+        float(torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)))
+        for t in tensors
+        if t.numel()
+    ]
+    return math.hypot(*norms)
 
 
 def digest_tensors(tensors: Sequence[torch.Tensor]) -> str:

@@ -8,31 +8,49 @@ gets the same bits, and either plan gives the same result:
 * all-gather: everybody reads every contribution, (N-1)S down;
 * sharded: contributor k reduces shard k and creates ``sum/k``; everybody reads the sums,
   2S(N-1)/N down whatever N. A shard whose owner does not deliver is done by whoever waits for it.
+  If a contribution turns out to be damaged, the shard's object says so instead, once and for all,
+  and the round has no mean.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from diloco_cloud import keys
-from diloco_cloud.errors import AlreadyExistsError, CorruptContributionError, RoundTimeoutError
-from diloco_cloud.exchange.agreement import PARALLEL_READS, Watch, read_header
-from diloco_cloud.exchange.commit import Commit, Contributor
-from diloco_cloud.exchange.contribution import Header, checksums, header_size
+from diloco_cloud.errors import (
+    AlreadyExistsError,
+    CorruptContributionError,
+    NotFoundError,
+    RoundTimeoutError,
+)
+from diloco_cloud.exchange.agreement import Watch, newer_snapshots
+from diloco_cloud.exchange.commit import Commit
+from diloco_cloud.exchange.contribution import Header, checksums
 from diloco_cloud.exchange.layout import TensorLayout, byte_view
+from diloco_cloud.exchange.payloads import (
+    PARALLEL_READS,
+    Payloads,
+    ahead,
+    as_tensor,
+    read_header,
+)
 from diloco_cloud.store.base import ObjectInfo, ObjectStore
 
-T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
+
+#: A shard's owner is waited for this many times as long as this replica needed for its own.
+_PATIENCE = 3.0
+#: Characters of the reason in an object that stands for a shard that cannot be had.
+_LONGEST_NOTE = 400
+
+
+class NoMeanError(Exception):
+    """The round has no mean, for every replica alike; the message says why."""
 
 
 @dataclass
@@ -40,27 +58,26 @@ class Reducer:
     """Computes one commit's result.
 
     Attributes:
-        own: this replica's contribution as (header, payload views), if the commit names it; spares
-            reading it back, because create-once made the stored bytes equal to these.
-        headers: contributions' headers that were read already, by digest.
-        patience_s: how long a shard's owner is waited for before this replica does the shard.
+        payloads: the contributions.
+        patience_s: how long a shard's owner is waited for at least before this replica does the
+            shard.
         new_watch: makes the watch that paces and bounds the wait for the others' shards.
     """
 
     store: ObjectStore
     commit: Commit
     layout: TensorLayout
+    payloads: Payloads
     new_watch: Callable[[], Watch]
-    patience_s: float = 5.0
-    own: tuple[Header, list[memoryview]] | None = None
-    headers: dict[str, Header] = field(default_factory=dict)
+    patience_s: float = 1.0
 
     def reduce(self) -> torch.Tensor:
         """The reduced payload: uint8, shape (layout.nbytes,).
 
         Raises:
+            NoMeanError: a contribution is damaged, and the replicas have agreed that it is.
             RoundTimeoutError: a shard did not appear and could not be computed in time.
-            CorruptContributionError: a committed contribution is damaged.
+            CorruptContributionError: a committed contribution is damaged, for this replica.
             NotFoundError: a committed contribution has been deleted.
         """
         if (self.commit.layout, self.commit.nbytes) != (self.layout.digest, self.layout.nbytes):
@@ -92,75 +109,42 @@ class Reducer:
         self, payload: torch.Tensor, chunks: range, pool: ThreadPoolExecutor
     ) -> None:
         """Write the reduced bytes of ``chunks`` into ``payload``, reading ahead."""
-        list(pool.map(self._header, self.commit.contributors))
-        pending = _ahead(pool, self._read_chunk, chunks, self.commit.contributors)
+        commit = self.commit
+        list(pool.map(lambda one: self.payloads.header(commit, one), commit.contributors))
+
+        def read(chunk: int, index: int) -> torch.Tensor:
+            return self.payloads.chunk(commit, commit.contributors[index], chunk)
+
+        pending = ahead(pool, read, chunks, tuple(range(len(commit.contributors))))
         for chunk in chunks:
-            parts = [next(pending).result() for _ in self.commit.contributors]
-            self._mean(payload, chunk, parts)
+            self._mean(payload, chunk, [next(pending).result() for _ in commit.contributors])
 
     def _mean(self, payload: torch.Tensor, chunk: int, parts: list[torch.Tensor]) -> None:
         """Weighted mean of one chunk, dtype by dtype."""
         weights = self.commit.weights
         total = sum(weights)
         start = chunk * self.commit.chunk_bytes
-        stop = min(start + self.commit.chunk_bytes, self.layout.nbytes)
-        for segment in self.layout.segments:
-            low, high = max(segment.start, start), min(segment.stop, stop)
-            if low >= high:
-                continue
-            into = payload[low:high].view(segment.dtype)
+        for segment, low, high in self.layout.within(start, self.commit.chunk_bytes):
+            into = payload[start + low : start + high].view(segment.dtype)
             sums = torch.zeros(into.shape, dtype=segment.accumulator)
             for part, weight in zip(parts, weights, strict=True):
-                values = part[low - start : high - start].view(segment.dtype)
-                values = values.to(segment.accumulator)
+                values = part[low:high].view(segment.dtype).to(segment.accumulator)
                 # A product and a sum, each rounded: add_(alpha=) is one fused step on some CPUs
                 # and two on others, and the bits would depend on who reduces.
                 sums.add_(values if weight == 1 else values * weight)
             into.copy_(sums.div_(total))
-
-    def _read_chunk(self, chunk: int, contributor: Contributor) -> torch.Tensor:
-        header = self._header(contributor)
-        start, stop = header.chunk_span(chunk)
-        if self.own is not None and self._is_own(contributor):
-            return _slice(self.own[1], start, stop)
-        key = self._key(contributor)
-        data = self.store.get_range(key, header.size + start, stop - start)
-        header.verify(chunk, data, key)
-        return _tensor(data)
-
-    def _is_own(self, contributor: Contributor) -> bool:
-        return self.own is not None and (contributor.rank, contributor.attempt) == (
-            self.own[0].rank,
-            self.own[0].attempt,
-        )
-
-    def _header(self, contributor: Contributor) -> Header:
-        """The header the commit names; anything else under its key is refused."""
-        if self.own is not None and self._is_own(contributor):
-            return self.own[0]
-        if contributor.header not in self.headers:
-            key, nbytes = self._key(contributor), self.layout.nbytes
-            chunk_bytes = self.commit.chunk_bytes
-            info = ObjectInfo(key, header_size(nbytes, chunk_bytes) + nbytes, 0.0)
-            header, name = read_header(self.store, info, nbytes, chunk_bytes)
-            if name != contributor.header:
-                raise CorruptContributionError(f"{key}: not the bytes that were committed")
-            self.headers[name] = header
-        return self.headers[contributor.header]
-
-    def _key(self, contributor: Contributor) -> str:
-        commit = self.commit
-        return keys.put(commit.round, commit.fragment, contributor.rank, contributor.attempt)
 
     # -- sums ----------------------------------------------------------------------------------
 
     def _gather_sums(self, payload: torch.Tensor, pool: ThreadPoolExecutor) -> None:
         """Do the own shard, then read the others as they appear, or do them too."""
         todo = set(range(self.commit.shards))
+        working = self.new_watch()
         for shard in range(self.commit.shards):
-            if self._is_own(self.commit.contributors[shard]):
+            if self.payloads.is_own(self.commit.contributors[shard]):
                 self._make_sum(payload, shard, pool)
                 todo.discard(shard)
+        patience_s = max(self.patience_s, _PATIENCE * working.waited_s)
         watch = self.new_watch()
         while todo:
             for shard, info in self._listed_sums().items():
@@ -169,7 +153,7 @@ class Reducer:
                     todo.discard(shard)
             if not todo:
                 return
-            if watch.waited_s >= self.patience_s:
+            if watch.waited_s >= patience_s:
                 self._make_sum(payload, min(todo), pool)
                 todo.discard(min(todo))
                 continue
@@ -178,28 +162,37 @@ class Reducer:
             watch.pause()
 
     def _make_sum(self, payload: torch.Tensor, shard: int, pool: ThreadPoolExecutor) -> None:
-        chunks = self._shard_chunks(shard)
-        self._reduce_chunks(payload, chunks, pool)
         start, stop = self._shard_span(shard)
-        body = byte_view(payload[start:stop])
+        body, note = byte_view(payload[start:stop]), ""
+        try:
+            self._reduce_chunks(payload, self._shard_chunks(shard), pool)
+        except (CorruptContributionError, NotFoundError) as error:
+            if isinstance(error, NotFoundError) and newer_snapshots(self.store, self.commit.round):
+                raise  # Not damaged: the others are done with the round.
+            # Nobody can have this shard's sum, unless it is there: whichever comes first stands.
+            body, note = memoryview(b""), error.message
         header = Header(
-            kind="sum",
+            kind="void" if note else "sum",
             run=self.commit.run,
             round=self.commit.round,
             fragment=self.commit.fragment,
             rank=shard,
             attempt=0,
             layout=self.commit.digest,
-            nbytes=stop - start,
+            nbytes=len(body),
+            note=note[:_LONGEST_NOTE],
             chunk_bytes=self.commit.chunk_bytes,
-            checksums=checksums([body], self.commit.chunk_bytes),
-        )
+            checksums=checksums([body], self.commit.chunk_bytes, self.payloads.signer),
+        ).sign(self.payloads.signer)
         key = keys.shard(self.commit.round, self.commit.fragment, shard)
         try:
             self.store.create(key, [header.encode(), body])
         except AlreadyExistsError:
             # Somebody did this shard meanwhile. What is stored is what all others read.
             self._take_sum(payload, shard, self.store.head(key), pool)
+        else:
+            if note:
+                raise NoMeanError(note)
 
     def _take_sum(
         self, payload: torch.Tensor, shard: int, info: ObjectInfo, pool: ThreadPoolExecutor
@@ -228,67 +221,20 @@ class Reducer:
         self, payload: torch.Tensor, shard: int, info: ObjectInfo, pool: ThreadPoolExecutor
     ) -> None:
         start, stop = self._shard_span(shard)
-        header, _ = read_header(self.store, info, stop - start, self.commit.chunk_bytes)
+        signer = self.payloads.signer
+        header, _ = read_header(self.store, info, stop - start, self.commit.chunk_bytes, signer)
+        if (header.kind, header.layout) == ("void", self.commit.digest):
+            raise NoMeanError(header.note)
         if (header.kind, header.layout, header.nbytes) != ("sum", self.commit.digest, stop - start):
             raise CorruptContributionError(f"{info.key}: not a sum of this round's commit")
 
         def read(chunk: int) -> torch.Tensor:
             low, high = header.chunk_span(chunk)
             data = self.store.get_range(info.key, header.size + low, high - low)
-            header.verify(chunk, data, info.key)
-            return _tensor(data)
+            header.verify(chunk, data, info.key, signer)
+            return as_tensor(data)
 
-        pending = _ahead(pool, lambda chunk, _: read(chunk), range(header.chunks), (None,))
+        pending = ahead(pool, lambda chunk, _: read(chunk), range(header.chunks), (None,))
         for chunk, data in zip(range(header.chunks), pending, strict=True):
             low, high = header.chunk_span(chunk)
             payload[start + low : start + high] = data.result()
-
-
-def _ahead(
-    pool: ThreadPoolExecutor,
-    read: Callable[[int, T], torch.Tensor],
-    chunks: range,
-    sources: tuple[T, ...],
-) -> Iterator[Future[torch.Tensor]]:
-    """Futures of ``read(chunk, source)`` in order, keeping a bounded number under way."""
-    todo = ((chunk, source) for chunk in chunks for source in sources)
-    window = PARALLEL_READS + len(sources)
-    under_way: list[Future[torch.Tensor]] = []
-    for chunk, source in todo:
-        under_way.append(pool.submit(read, chunk, source))
-        if len(under_way) >= window:
-            yield under_way.pop(0)
-    yield from under_way
-
-
-def _slice(views: list[memoryview], start: int, stop: int) -> torch.Tensor:
-    """Bytes ``start:stop`` of the concatenation of ``views``; a copy only across views."""
-    found: list[memoryview] = []
-    at = 0
-    for view in views:
-        low, high = max(start - at, 0), min(stop - at, len(view))
-        if low < high:
-            found.append(view[low:high])
-        at += len(view)
-    if len(found) == 1:
-        return _tensor(found[0])
-    joined = torch.empty(stop - start, dtype=torch.uint8)
-    at = 0
-    for view in found:
-        joined[at : at + len(view)] = _tensor(view)
-        at += len(view)
-    return joined
-
-
-def _tensor(data: memoryview) -> torch.Tensor:
-    """``data`` as a uint8 tensor over the same memory; it is only ever read.
-
-    torch has no read-only tensors and warns about a read-only buffer, which is what a client hands
-    out; the address is passed instead, with the buffer kept alive by the array that views it.
-    """
-    if not data.readonly:
-        return torch.frombuffer(data, dtype=torch.uint8)
-    address = np.frombuffer(data, dtype=np.uint8).ctypes.data
-    array = (ctypes.c_ubyte * len(data)).from_address(address)
-    array.owner = data  # type: ignore[attr-defined]
-    return torch.frombuffer(array, dtype=torch.uint8)

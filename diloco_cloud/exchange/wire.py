@@ -60,20 +60,21 @@ def count(value: Any) -> int:
     return value
 
 
-def pair(value: Any) -> tuple[int, int]:
-    """Two counts."""
-    if not isinstance(value, list) or len(value) != 2:
-        raise ValueError("not a pair")
-    return count(value[0]), count(value[1])
+def magnitude(value: Any) -> float:
+    """A finite number, 0 or above."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ValueError("not a number")
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError("not a magnitude")
+    return float(value)
 
 
 def positive(value: Any) -> float:
-    """A finite number above 0."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise ValueError("not a number")
-    if not (math.isfinite(value) and 0 < value <= _LARGEST):
+    """A finite number above 0, no larger than a count."""
+    number = magnitude(value)
+    if not 0 < number <= _LARGEST:
         raise ValueError("not a positive number")
-    return float(value)
+    return number
 
 
 def one_of(*choices: str) -> Callable[[Any], str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 _HOMES = {
     "DiLoCoCallback": "callback",
+    "HandedOver": "hand_over",
     "MockManager": "manager",
     "OuterLoop": "loop",
     "OuterSGD": "sgd",
@@ -25,6 +26,7 @@ _TORCHFT = {
 
 __all__ = [
     "DiLoCoCallback",
+    "HandedOver",
     "MockManager",
     "OuterLoop",
     "OuterSGD",

@@ -75,7 +75,11 @@ class DiLoCoCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if state.global_step + self.resumed_steps >= state.max_steps:
+        taken = state.global_step + self.resumed_steps
+        # The run can be ahead of a replica that is slower than the others, or was away.
+        if self.loop is not None and self.loop.joined:
+            taken = max(taken, self.loop.schedule_step)
+        if taken >= state.max_steps:
             control.should_training_stop = True
 
     def on_pre_optimizer_step(

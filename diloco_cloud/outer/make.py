@@ -91,6 +91,7 @@ def make_diloco_outer_loop(
         fragment_sync_delay=fragment_sync_delay,
         fragment_update_alpha=fragment_update_alpha,
         use_bucketization=False,
+        modules=modules if model is None else [model],
     )
 
 

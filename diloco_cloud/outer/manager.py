@@ -14,27 +14,27 @@ torchft.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from diloco_cloud import keys
-from diloco_cloud.errors import ExchangeError
-from diloco_cloud.exchange.agreement import Watch
+from diloco_cloud.errors import (
+    DriftError,
+    ExchangeError,
+    MissedRoundError,
+)
 from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
-from diloco_cloud.exchange.commit import Commit
-from diloco_cloud.exchange.layout import TensorLayout, digest_tensors
-from diloco_cloud.exchange.rounds import RoundResult
-from diloco_cloud.outer.fragments import Fragments
-from diloco_cloud.outer.progress import Progress, RoundReport
-from diloco_cloud.outer.result import add_files, export
-from diloco_cloud.outer.snapshot import SnapshotWriter
-from diloco_cloud.outer.start import declared_start
-from diloco_cloud.outer.state import FragmentState, StateFns
+from diloco_cloud.exchange.layout import digest_tensors
+from diloco_cloud.exchange.work import RoundResult, Work
+from diloco_cloud.outer.hand_over import HandedOver
+from diloco_cloud.outer.inner import HasLocalState
+from diloco_cloud.outer.participant import Participant
+from diloco_cloud.outer.progress import Mark, RoundReport
+from diloco_cloud.outer.result import add_files
+from diloco_cloud.outer.state import StateFns
 from diloco_cloud.outer.sync import Sync
 from diloco_cloud.outer.work import _ImmediateWork
-from diloco_cloud.store.base import ObjectStore
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,14 @@ logger = logging.getLogger(__name__)
 MAX_DISCARDS = 5
 
 
-class MockManager:
+class CatchesUp(HasLocalState, Protocol):
+    """What the manager needs of the outer loop: its own state, and that it can be brought up."""
+
+    def catch_up(self, fragment: int, *, keep: bool) -> None:
+        """Take over the run's newest state, with the local progress since the last sync or not."""
+
+
+class MockManager(Participant):
     """A torchft Manager over an :class:`ObjectStoreAllReduce`.
 
     All ``allreduce`` calls of one sync become one object and one round. The exchange runs in a
@@ -55,6 +62,9 @@ class MockManager:
         init_from: URI of a safetensors file that a new run begins with; by default a new run
             begins with replica 0's parameters.
         on_round: called with a :class:`RoundReport` after every decision; its failure is logged.
+        checkpoint_inner: whether to store, with each contribution, what a new life of this rank
+            needs to go on as if nothing had happened: the inner optimizer's state (twice the
+            model for AdamW), and with several fragments or a delayed merge the model itself.
 
     Attributes:
         store: as given.
@@ -76,33 +86,27 @@ class MockManager:
         snapshot_every: int = 5,
         init_from: str | None = None,
         on_round: Callable[[RoundReport], None] | None = None,
+        checkpoint_inner: bool = False,
     ) -> None:
         door = store if store is not None else allreduce
         if door is None:
             raise TypeError("MockManager needs an ObjectStoreAllReduce")
-        self.store = door
-        self.rank = door.rank
-        self.progress = Progress()
-        self.position = 0
-        self.on_round = on_round
-        self._init_from = init_from
-        self._exchange = door.exchange
-        self._exchange.waiting_for = self._waiting_for
-        self._step = 0
-        self._round = door.round_id
-        self._discards = 0
-        self._sync: Sync | None = None
-        self._usage = door.usage
-        self.fragments = Fragments()
-        self._left = False
-        self._snapshots = SnapshotWriter(
-            door.prefix, rank=door.rank, writer=self.life, every=snapshot_every
+        super().__init__(
+            door,
+            snapshot_every=snapshot_every,
+            init_from=init_from,
+            checkpoint_inner=checkpoint_inner,
         )
+        self.on_round = on_round
+        self.loop: CatchesUp | None = None
+        self._exchange.waiting_for = self._waiting_for
+        self._discards = 0
+        self._usage = door.usage
 
     # -- what torchft calls --------------------------------------------------------------------
 
     def num_participants(self) -> int:
-        """Replicas the next round waits for."""
+        """Replicas the next round waits for, as far as is known before it."""
         return len(self._exchange.expected)
 
     def is_leader(self) -> bool:
@@ -150,6 +154,7 @@ class MockManager:
         # At the end of training syncs follow one another without inner steps in between, and the
         # state that is due is that before this one.
         self._snapshots.write_due(self.fragments.capture)
+        self._lookout.rest()
         self.progress.phase = "syncing"
 
     def wait_quorum(self) -> None:
@@ -186,33 +191,59 @@ class MockManager:
             raise ExchangeError("should_commit was asked without an allreduce before it")
         done.deliver()
         self._sync = None
+        fragment = self._turn
         if done.error is not None:
-            raise done.error
+            self._recover(done.error, fragment)
+            return False
         assert done.result is not None
-        committed = done.result.tensors is not None
+        result, commit = done.result, done.result.commit
+        committed = result.tensors is not None
+        self._accounts.settle(fragment, self._marks[fragment])
         self.progress.mark_round()
-        report = self._report(done, done.result)
+        report = self._report(done, result)
         self._round += 1
         if committed:
             self._step += 1
             self._discards = 0
         else:
             self._discards += 1
-            logger.warning("round %d is discarded: %s", report.round, done.result.reason)
+            logger.warning("round %d is discarded: %s", report.round, result.reason)
         if committed and len(self.fragments):
-            self._snapshots.schedule(done.result.commit, self._step)
-        elif committed and self.rank == done.result.commit.contributors[0].rank:
+            self._snapshots.schedule(commit, self._step, self._exchange.history)
+        elif committed and self.rank == commit.contributors[0].rank:
             # Without a state to snapshot nobody can join later, and old rounds serve nobody.
             self.store.discard(report.round - 1)
         self.progress.round, self.progress.step = self._round, self._step
-        self.progress.excluded = done.result.commit.reason_for(self.rank)
+        exclusion = commit.exclusion_of(self.rank)
+        self.progress.excluded = None if exclusion is None else exclusion.reason
         self._tell(report)
         if self._discards >= MAX_DISCARDS:
             raise ExchangeError(
-                f"{MAX_DISCARDS} rounds in a row had nothing to average: {done.result.reason}",
+                f"{MAX_DISCARDS} rounds in a row had nothing to average: {result.reason}",
                 fix="If it is NaN, training has diverged: lower the learning rate, clip gradients.",
             )
         return committed
+
+    def _recover(self, error: Exception, fragment: int) -> None:
+        """Go on after a round that went without this replica, or raise ``error``."""
+        if self._handing_over:
+            self.progress.phase = "handing over"
+            raise HandedOver from error
+        if self.loop is None or self._exchange.membership.is_strict:
+            raise error
+        if isinstance(error, MissedRoundError):
+            logger.warning("%s; its work goes into a later one", error.message)
+            self.progress.missed += 1
+            self.progress.excluded = "missed the round"
+            self.loop.catch_up(fragment, keep=True)
+        elif isinstance(error, DriftError):
+            logger.warning("%s; fetching the agreed state from the store", error.message)
+            self.progress.excluded = error.message
+            self.loop.catch_up(fragment, keep=False)
+            if not self.settle_by_ledger(fragment):
+                self._accounts.drop(fragment, self._marks[fragment])
+        else:
+            raise error
 
     # -- what trainers call --------------------------------------------------------------------
 
@@ -234,108 +265,58 @@ class MockManager:
         """
         add_files(self.prefix, files)
 
-    # -- what the outer loop and the entrypoint call -------------------------------------------
+    # -- what the outer loop calls -------------------------------------------------------------
 
-    @property
-    def prefix(self) -> ObjectStore:
-        """The run's prefix, for what is not part of a round."""
-        return self.store.prefix
+    def overlap(self, steps: int) -> None:
+        """Say that every exchange runs beside so many inner steps."""
+        self._lookout.overlap_steps = steps
 
-    @property
-    def life(self) -> str:
-        """This life of this rank, as it appears in keys."""
-        return keys.life(self.rank, self._exchange.attempt)
-
-    def first_states(self) -> list[FragmentState]:
-        """What a new run begins with."""
-        if self._init_from is None:
-            return self.fragments.capture()
-        return declared_start(self._init_from, list(self.fragments))
-
-    def global_digest(self) -> str | None:
-        """Hex BLAKE3 over the global parameters of all fragments; None if there are none."""
-        return self.fragments.digest()
-
-    def watch(self) -> Watch:
-        """A watch for the next wait on peers."""
-        return self._exchange.watch()
-
-    def replay(self, commit: Commit, layout: TensorLayout) -> list[torch.Tensor] | None:
-        """The agreed means of an earlier round; None if there was nothing to apply."""
-        return self._exchange.replay(commit, layout).tensors
-
-    def await_decision(
-        self, round_: int, fragment: int, key: str, finished: tuple[int, ...]
-    ) -> Commit:
-        """Wait for the decision of a round that this rank has contributed to under ``key``."""
-        self._exchange.finished = finished
-        self.progress.phase = "syncing"
-        return self._exchange.await_decision(round_, fragment, key)
-
-    def resume_at(self, round_: int, step: int, finished: tuple[int, ...], position: int) -> None:
-        """Continue after ``round_`` decisions, ``step`` outer steps and ``position`` inner ones."""
-        self._round, self._step = round_, step
-        self._exchange.finished = finished
-        self.position = position
-        self.progress.resume(round_, step, position)
-
-    def abandon_sync(self) -> None:
-        """Drop the open sync after an error, and end its waiting in the background."""
-        self._sync = None
-        self._snapshots.forget()
-        self._exchange.interrupt()
-
-    def shutdown(self, *, finished: bool = False) -> None:
-        """Stop the background work; nothing is waited for unless the training is complete.
-
-        Args:
-            finished: the replica's training is complete: leave the run, so that nobody waits for
-                this rank, and export the result if everybody else has left.
-        """
-        try:
-            if finished and not self._left:
-                self._leave()
-        finally:
-            self._exchange.interrupt()
+    def closing(self, steps_left: int) -> bool:
+        """Whether to contribute now, ``steps_left`` inner steps early; asked after every step."""
+        return self._lookout.step(self._round, self._turn, steps_left)
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _leave(self) -> None:
-        if self.fragments.lost:
-            raise ExchangeError(
-                "the last sync failed, and training did not go on from it",
-                fix="Let the error of a sync end the trainer, so that the replica can be resumed.",
-            )
-        self.progress.phase = "finishing"
-        states = self.fragments.states()
-        self._snapshots.write_due(lambda: states)
-        self._snapshots.flush()
-        self._left = True
-        last = self._exchange.leave(self._round, self._step % self.fragments.turns)
-        if last and states:
-            export(self.prefix, states, round_=self._round, step=self._step)
-
     def _new_sync(self) -> Sync:
         """A sync of the fragment whose turn it is, as things stand in the training thread now."""
-        round_, index, position = self._round, self._step % self.fragments.turns, self.position
-        tokens, steps = self.progress.take_counts(index)
+        round_, index = self._round, self._turn
+        self._marks[index] = now = self.progress.mark()
+        account = self._accounts.of(index, now)
+        position, decided = self.position, self._lookout.decided == round_
         self._usage = self.store.usage
+        write_inner = self._capture_inner(round_, index, now)
 
-        def exchange(tensors: list[torch.Tensor]) -> RoundResult:
+        def prepare(tensors: list[torch.Tensor]) -> tuple[Work, Sequence[str] | None]:
             # Global parameters stand still from the start of a sync to its end.
             parameters, names = self.fragments.globals_of(index)
-            return self._exchange.exchange(
-                round_,
-                index,
-                tensors,
-                names=names if len(names) == len(tensors) else None,
-                base=digest_tensors(parameters) if parameters else "",
-                tokens=tokens,
-                inner_steps=steps,
-                position=position,
-            )
+            base = digest_tensors(parameters) if parameters else ""
+            work = Work(base=base, position=position, **account)
+            return work, names if len(names) == len(tensors) else None
 
-        return Sync(exchange)
+        def exchange(tensors: list[torch.Tensor]) -> RoundResult:
+            if decided:  # What is contributed now nobody would read.
+                raise MissedRoundError(f"round {round_} was decided without this replica")
+            work, names = prepare(tensors)
+            write_inner(work.base)
+            return self._exchange.exchange(round_, index, tensors, work, names=names)
+
+        def contribute(tensors: list[torch.Tensor]) -> None:
+            work, names = prepare(tensors)
+            self._exchange.contribute(round_, index, tensors, work, names=names)
+            write_inner(work.base)  # Last: a process that is to end may not get so far.
+
+        return Sync(
+            exchange,
+            contribute=contribute,
+            is_contributed=lambda: self._exchange.contributed == round_,
+        )
+
+    def _capture_inner(self, round_: int, fragment: int, now: Mark) -> Callable[[str], None]:
+        """Copy what goes into an inner checkpoint; returns what writes it, given the base."""
+        if self._inner is None or self.loop is None or not len(self.fragments):
+            return lambda _base: None
+        accounts = self._accounts.pending(self.fragments.turns, fragment, now)
+        return self._inner.capture(self.loop, round_, fragment, accounts)
 
     def _report(self, done: Sync, result: RoundResult) -> RoundReport:
         commit = result.commit

@@ -5,12 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from diloco_cloud.exchange.commit import Decision
 from diloco_cloud.store.metered import Usage
 
-Phase: TypeAlias = Literal["joining", "training", "syncing", "finishing"]
+Phase: TypeAlias = Literal["joining", "training", "syncing", "finishing", "handing over"]
+
+
+class Mark(NamedTuple):
+    """Tokens and inner steps of a replica's life, up to some moment."""
+
+    tokens: int = 0
+    steps: int = 0
 
 
 @dataclass
@@ -24,6 +31,7 @@ class Progress:
         tokens: reported in this life. loss: last reported. metrics: what else was reported last.
         waiting_for: ranks the open round still lacks.
         excluded: why the last round left this replica's work out, or None.
+        missed: rounds decided without this life's work, which it carried on.
     """
 
     phase: Phase = "joining"
@@ -35,11 +43,11 @@ class Progress:
     metrics: dict[str, float] = field(default_factory=dict)
     waiting_for: list[int] = field(default_factory=list)
     excluded: str | None = None
+    missed: int = 0
     tokens_per_s: float | None = None
     now: Callable[[], float] = time.monotonic
     _rate_mark: tuple[float, int] | None = None
     _steps: int = 0
-    _counted: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def report(self, tokens: int, loss: float | None, metrics: Mapping[str, float]) -> None:
         """Count one inner step. Figures may be anything ``float()`` takes, such as tensors."""
@@ -54,6 +62,7 @@ class Progress:
     def resume(self, round_: int, step: int, inner_step: int) -> None:
         """Begin in the middle of a run."""
         self.round, self.step, self.inner_step = round_, step, inner_step
+        self.phase = "training"
         self.waiting_for = []
         self.mark_round()
 
@@ -65,11 +74,9 @@ class Progress:
         self._rate_mark = (now, self.tokens)
         self.waiting_for = []
 
-    def take_counts(self, fragment: int) -> tuple[int, int]:
-        """Tokens and inner steps since the fragment's last sync: what its contribution carries."""
-        tokens, steps = self._counted.get(fragment, (0, 0))
-        self._counted[fragment] = (self.tokens, self._steps)
-        return self.tokens - tokens, self._steps - steps
+    def mark(self) -> Mark:
+        """How much has been processed until now, in this life."""
+        return Mark(self.tokens, self._steps)
 
     def snapshot(self) -> dict[str, Any]:
         """The public fields as JSON values."""
@@ -83,6 +90,7 @@ class Progress:
             "loss": self.loss,
             "waiting_for": list(self.waiting_for),
             "excluded": self.excluded,
+            "missed": self.missed,
         }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from safetensors.torch import save
 
 from diloco_cloud import keys
+from diloco_cloud.errors import NotFoundError
 from diloco_cloud.exchange.layout import digest_tensors
 from diloco_cloud.outer.state import FragmentState
 from diloco_cloud.store.base import ObjectStore, check_key
@@ -29,6 +30,15 @@ def add_files(store: ObjectStore, files: Mapping[str, bytes]) -> None:
             raise ValueError(f"{name} is written by the outer loop")
     for name, data in files.items():
         store.put(keys.RESULT + name, data)
+
+
+def exported_round(store: ObjectStore) -> int | None:
+    """Decisions that the exported result includes; None where there is no result."""
+    try:
+        found = json.loads(store.get(keys.RESULT_MANIFEST)).get("round")
+    except (NotFoundError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, int) else None
 
 
 def export(store: ObjectStore, states: Sequence[FragmentState], *, round_: int, step: int) -> None:

@@ -15,7 +15,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from blake3 import blake3
@@ -30,6 +30,8 @@ from diloco_cloud.errors import (
 )
 from diloco_cloud.exchange import wire
 from diloco_cloud.exchange.commit import Commit
+from diloco_cloud.exchange.history import History
+from diloco_cloud.exchange.signing import UNSIGNED, Signer
 from diloco_cloud.outer.background import in_background
 from diloco_cloud.outer.state import FragmentState
 from diloco_cloud.store.base import ObjectStore
@@ -61,20 +63,38 @@ class Manifest:
 
     Attributes:
         round, step: decisions and outer steps it includes.
-        finished: ranks that had left the run.
-        positions: (rank, inner steps of its data behind it).
+        history: what those decisions say.
         fragments: in order.
+        mac: over all the rest, where the run is signed.
     """
 
     round: int
     step: int
-    finished: tuple[int, ...]
-    positions: tuple[tuple[int, int], ...]
+    history: History
     fragments: tuple[StoredFragment, ...]
+    mac: str = ""
 
     @property
     def directory(self) -> str:
         return keys.snapshot(self.round)
+
+    def encode(self) -> bytes:
+        values = {
+            "round": self.round,
+            "step": self.step,
+            "history": self.history.to_json(),
+            "fragments": [asdict(one) for one in self.fragments],
+            "mac": self.mac,
+        }
+        return json.dumps(values).encode()
+
+    def sign(self, signer: Signer) -> Manifest:
+        """The same manifest with its mac."""
+        return replace(self, mac=signer.mac("manifest", [replace(self, mac="").encode()]))
+
+    def check(self, signer: Signer, key: str) -> None:
+        """Raise ``ForeignObjectError`` unless the manifest under ``key`` is the run's own."""
+        signer.check("manifest", self.mac, [replace(self, mac="").encode()], key, own=False)
 
 
 def _manifest(values: Any) -> Manifest:
@@ -90,15 +110,19 @@ def _manifest(values: Any) -> Manifest:
     kinds: Mapping[str, Callable[[Any], Any]] = {
         "round": wire.count,
         "step": wire.count,
-        "finished": wire.many(wire.count),
-        "positions": wire.many(wire.pair),
+        "history": History.from_json,
         "fragments": wire.many(fragment),
+        "mac": wire.text,
     }
     return Manifest(**wire.fields(values, kinds))
 
 
-def snapshots(store: ObjectStore) -> list[Manifest]:
+def snapshots(store: ObjectStore, signer: Signer = UNSIGNED) -> list[Manifest]:
     """The complete snapshots, newest first.
+
+    Args:
+        store: the run's prefix.
+        signer: of the run; manifests that are not signed with its key do not count.
 
     Raises:
         CorruptError: there are manifests, and none can be read.
@@ -108,14 +132,18 @@ def snapshots(store: ObjectStore) -> list[Manifest]:
     for number in sorted(_numbers(store), reverse=True):
         key = keys.snapshot(number) + MANIFEST
         try:
-            found.append(wire.parse(store.get(key), key, _manifest))
+            manifest = wire.parse(store.get(key), key, _manifest)
+            manifest.check(signer, key)
+            if manifest.round != number:
+                raise CorruptContributionError(f"{key} is of round {manifest.round}")
+            found.append(manifest)
         except NotFoundError:
             continue  # Still being written, or being deleted.
         except CorruptContributionError as error:
             logger.warning("%s", error.message)
             unreadable = error
     if unreadable is not None and not found:
-        raise CorruptError(unreadable.message) from None
+        raise CorruptError(unreadable.message, fix=unreadable.fix) from None
     return found
 
 
@@ -146,53 +174,88 @@ def write(
     store: ObjectStore,
     states: Sequence[FragmentState],
     *,
-    round_: int,
     step: int,
-    finished: Sequence[int] = (),
-    positions: Sequence[tuple[int, int]] = (),
+    history: History,
     writer: str,
+    signer: Signer = UNSIGNED,
 ) -> None:
     """Store a snapshot. Harmless if another writer was faster: the states are the same."""
-    manifest = Manifest(round_, step, tuple(finished), tuple(positions), ())
+    directory = keys.snapshot(history.round)
     stored: list[StoredFragment] = []
     for i, state in enumerate(states):
         name, data = f"{i}.{writer}.safetensors", state.encode()
-        store.put(manifest.directory + name, data)
+        store.put(directory + name, data)
         stored.append(StoredFragment(name, blake3(data).hexdigest(), state.digest))
-    text = json.dumps({**asdict(manifest), "fragments": [asdict(one) for one in stored]})
+    manifest = Manifest(history.round, step, history, tuple(stored)).sign(signer)
     try:
-        store.create(manifest.directory + MANIFEST, text.encode())
+        store.create(directory + MANIFEST, manifest.encode())
     except AlreadyExistsError:
-        logger.info("snapshot of round %d was there already", round_)
+        logger.info("snapshot of round %d was there already", history.round)
+
+
+@dataclass(frozen=True)
+class _Due:
+    step: int
+    history: History
 
 
 class SnapshotWriter:
     """Writes the snapshots this replica is elected for, in the background, and tidies up.
+
+    The contributors of the round take turns. If the elected one dies over it, the round after asks
+    the next one to look, and so on until a snapshot is there.
 
     Args:
         store: the run's prefix.
         rank: of this replica.
         writer: this life of this replica, as it appears in keys.
         every: rounds between two snapshots.
+        signer: of the run.
     """
 
-    def __init__(self, store: ObjectStore, *, rank: int, writer: str, every: int) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        rank: int,
+        writer: str,
+        every: int,
+        signer: Signer = UNSIGNED,
+    ) -> None:
         self._store = store
         self._rank = rank
         self._writer = writer
         self._every = every
-        self._due: tuple[Commit, int] | None = None
+        self._signer = signer
+        self._due: _Due | None = None
         self._under_way: Future[None] | None = None
+        self._look: Future[bool] | None = None
 
-    def schedule(self, commit: Commit, step: int) -> None:
+    def schedule(self, commit: Commit, step: int, history: History) -> None:
         """Note that the state after ``commit`` is due, if it is and is this replica's to write.
 
-        Contributors take turns, so that one that cannot write does not keep the others from it.
+        Args:
+            commit: of a round that was applied.
+            step: outer steps with it.
+            history: the decisions with it.
         """
-        number, rest = divmod(commit.round + 1, self._every)
-        if rest == 0:
-            elected = commit.contributors[number % len(commit.contributors)]
-            self._due = (commit, step) if elected.rank == self._rank else None
+        number, late = divmod(commit.round + 1, self._every)
+        elected = commit.contributors[(number + late) % len(commit.contributors)]
+        mine = elected.rank == self._rank
+        self._due = (
+            _Due(step, history.copy()) if late == 0 and mine else self._taken_over(step, history)
+        )
+        if late and number and mine:
+            due = number * self._every
+            self._look = in_background(lambda: _is_missing(self._store, due), "diloco-snapshot")
+
+    def _taken_over(self, step: int, history: History) -> _Due | None:
+        """What this replica writes because it found that the elected one had not."""
+        if self._look is None or not self._look.done():
+            return None
+        look, self._look = self._look, None
+        missing = look.exception() is None and look.result()
+        return _Due(step, history.copy()) if missing else None
 
     def forget(self) -> None:
         """Drop what is due but not begun: the state it was to hold is not there."""
@@ -205,7 +268,7 @@ class SnapshotWriter:
         """
         if self._due is None:
             return
-        (commit, step), self._due = self._due, None
+        due, self._due = self._due, None
         self.flush()
         states = capture()
 
@@ -213,13 +276,12 @@ class SnapshotWriter:
             write(
                 self._store,
                 states,
-                round_=commit.round + 1,
-                step=step,
-                finished=commit.finished,
-                positions=commit.positions,
+                step=due.step,
+                history=due.history,
                 writer=self._writer,
+                signer=self._signer,
             )
-            collect_garbage(self._store)
+            collect_garbage(self._store, self._signer)
 
         self._under_way = in_background(run, "diloco-snapshot")
 
@@ -233,9 +295,21 @@ class SnapshotWriter:
                 logger.warning("a snapshot could not be written: %s", error)
 
 
-def collect_garbage(store: ObjectStore) -> None:
+def _is_missing(store: ObjectStore, due: int) -> bool:
+    """Whether there is no whole snapshot of ``due`` decisions or more."""
+    for number in _numbers(store):
+        if number >= due:
+            try:
+                store.head(keys.snapshot(number) + MANIFEST)
+                return False
+            except NotFoundError:
+                continue
+    return True
+
+
+def collect_garbage(store: ObjectStore, signer: Signer = UNSIGNED) -> None:
     """Delete what the newest two snapshots supersede: what is older than both, whole or not."""
-    complete = snapshots(store)
+    complete = snapshots(store, signer)
     if len(complete) < 2:
         return
     kept = complete[1].round

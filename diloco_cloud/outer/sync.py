@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import torch
 
-from diloco_cloud.exchange.rounds import RoundResult
+from diloco_cloud.exchange.work import RoundResult
 from diloco_cloud.outer.background import in_background
 from diloco_cloud.outer.work import _ImmediateWork
 
@@ -18,6 +18,8 @@ class Sync:
 
     Args:
         exchange: runs a round with the collected tensors on the host, in a thread of its own.
+        contribute: contributes them and leaves the decision to the others.
+        is_contributed: whether the exchange under way has got so far.
 
     Attributes:
         result: what the round came to; None before, and after an error.
@@ -27,8 +29,16 @@ class Sync:
         seconds_exchange: time the exchange took.
     """
 
-    def __init__(self, exchange: Callable[[list[torch.Tensor]], RoundResult]) -> None:
+    def __init__(
+        self,
+        exchange: Callable[[list[torch.Tensor]], RoundResult],
+        *,
+        contribute: Callable[[list[torch.Tensor]], object] = lambda _tensors: None,
+        is_contributed: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._exchange = exchange
+        self._contribute = contribute
+        self._is_contributed = is_contributed
         self._tensors: list[torch.Tensor] = []
         self._host: list[torch.Tensor] = []
         self._under_way: Future[RoundResult] | None = None
@@ -55,6 +65,14 @@ class Sync:
         """Begin the round, once."""
         if self._under_way is None:
             self._under_way = in_background(self._run, "diloco-exchange")
+
+    def contribute(self) -> None:
+        """See that the tensors are in the store, and wait for nothing else."""
+        if self._under_way is None:
+            self._contribute(self._host)
+            return
+        while not self._is_contributed() and not self._under_way.done():
+            wait([self._under_way], timeout=0.02)
 
     def deliver(self) -> None:
         """Wait for the round and write the means into the tensors, once."""

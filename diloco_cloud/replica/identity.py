@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from diloco_cloud.errors import ConfigError, MissingRankError
 from diloco_cloud.executor import RANK_ENV
+from diloco_cloud.run.spec import RUN_KEY_ENV
 
 RENDEZVOUS_ENV = "DILOCO_RENDEZVOUS_URI"
 ATTEMPT_ENV = "DILOCO_ATTEMPT"
+#: Number of replicas of the run; torchft's name for it.
+WORLD_SIZE_ENV = "NUM_REPLICA_GROUPS"
 #: Names the variable that holds the rank, where a launch chose another than ``REPLICA_RANK``.
 RANK_ENV_ENV = "DILOCO_RANK_ENV"
 
@@ -46,6 +49,40 @@ class Identity:
                 fix="Ranks begin at 0, and the run's number of replicas bounds them.",
             )
         return cls(rank, attempt)
+
+
+def replicas_now(launched_with: int, environ: Mapping[str, str] = os.environ) -> int:
+    """How many replicas a run has now: one that was resumed may have more or fewer than at first.
+
+    Args:
+        launched_with: how many it was launched with.
+        environ: with the executor's ``NUM_REPLICA_GROUPS``, if there is an executor.
+
+    Raises:
+        ConfigError: the variable is no positive number.
+    """
+    number = _number(environ, WORLD_SIZE_ENV, str(launched_with))
+    if number < 1:
+        raise ConfigError(f"{WORLD_SIZE_ENV}={number} is no number of replicas")
+    return number
+
+
+def take_run_key(environ: MutableMapping[str, str] = os.environ) -> bytes:
+    """The key of a signed run, taken out of the environment.
+
+    Neither the trainer nor what it starts has a use for it, and many a tool records the whole
+    environment.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    key = environ.pop(RUN_KEY_ENV, "")
+    if not key:
+        raise ConfigError(
+            f"this run is signed, and {RUN_KEY_ENV} is not set",
+            fix=f"Launch, resume and supervise it with the run's key in {RUN_KEY_ENV}.",
+        )
+    return key.encode()
 
 
 def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:

@@ -1,40 +1,36 @@
-"""The heartbeat of a replica, its per-round metrics, and the record of how it ended."""
+"""What a replica tells its run: how it is, its log, its per-round metrics, and how it ended."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
-import os
-import platform
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from diloco_cloud import keys
 from diloco_cloud.errors import AlreadyExistsError, DilocoError
+from diloco_cloud.replica.heartbeat import HEARTBEAT_S, Heartbeat
 from diloco_cloud.replica.identity import Identity
 from diloco_cloud.replica.outcome import Outcome, timestamp
 from diloco_cloud.replica.shipper import LogShipper
 from diloco_cloud.store.base import ObjectStore
 
 if TYPE_CHECKING:
-    from diloco_cloud.outer.progress import Progress, RoundReport
+    from diloco_cloud.outer.progress import RoundReport
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_S = 5.0
 LOG_S = 2.0
 #: Seconds that the end of a replica waits for a request of the reporter's that is under way.
 JOIN_S = 5.0
 
 
 class Reporter:
-    """Writes what the run's readers see of this replica, from a thread of its own.
+    """Writes what the run's readers see of this replica, from threads of its own.
 
     What fails here costs visibility, never the training: failures are logged and the next beat
     tries again.
@@ -45,6 +41,9 @@ class Reporter:
         logs: the shipper whose lines are sent along.
         heartbeat_s: seconds between two beats.
         now: seconds, monotonic.
+
+    Attributes:
+        heartbeat: tells what to show.
     """
 
     def __init__(
@@ -56,25 +55,18 @@ class Reporter:
         heartbeat_s: float = HEARTBEAT_S,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.heartbeat = Heartbeat(store, identity, period_s=heartbeat_s, now=now)
         self._store = store
         self._identity = identity
         self._logs = logs
-        self._heartbeat_s = heartbeat_s
-        self._now = now
-        self._progress: Progress | None = None
-        self._ended: str | None = None
         self._metrics: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="diloco-reporter", daemon=True)
-        self._versions = _versions()
 
     def start(self) -> None:
         """Begin to report; the first beat is sent at once."""
+        self.heartbeat.start()
         self._thread.start()
-
-    def follow(self, progress: Progress) -> None:
-        """Report ``progress`` from now on."""
-        self._progress = progress
 
     def on_round(self, report: RoundReport) -> None:
         """Queue a round's metrics."""
@@ -83,10 +75,14 @@ class Reporter:
 
     def record(self, outcome: Outcome) -> None:
         """Record how this life ended; the first record stands. May be called from any thread."""
-        self._ended = outcome.state
+        self.heartbeat.end(outcome.state)
         key = keys.outcome(self._identity.rank, self._identity.attempt)
         with self._survive("outcome"), contextlib.suppress(AlreadyExistsError):
             self._store.create(key, json.dumps(outcome.to_json(self._identity)).encode())
+
+    def ship_soon(self) -> None:
+        """Send the log as soon as the thread for it can; from any thread."""
+        self._logs.full.set()
 
     def close(self, *, join_s: float = JOIN_S) -> None:
         """Stop reporting; send what is left and a last beat.
@@ -95,11 +91,12 @@ class Reporter:
             join_s: seconds to wait for a request that is under way; it is then left to itself.
         """
         self._stop.set()
-        self._logs.full.set()
+        self.ship_soon()
+        self.heartbeat.stop()
         if self._thread.is_alive():
             self._thread.join(join_s)
         self._drain(join_s)
-        self._beat()
+        self.heartbeat.close(join_s=join_s)
 
     def end(self, outcome: Outcome, *, join_s: float = JOIN_S) -> None:
         """Record ``outcome`` and stop. The record comes first: a stuck request can't delay it."""
@@ -107,11 +104,7 @@ class Reporter:
         self.close(join_s=join_s)
 
     def _run(self) -> None:
-        due = self._now()
         while True:
-            if self._now() >= due:
-                due = self._now() + self._heartbeat_s
-                self._beat()
             self._drain()
             if self._stop.is_set():  # Looked at after drain(), which takes back the call to wake.
                 return
@@ -126,21 +119,6 @@ class Reporter:
                 return
             with self._survive("metrics"):
                 self._store.put(key, json.dumps(figures).encode())
-
-    def _beat(self) -> None:
-        with self._survive("heartbeat"):
-            beat = {"state": "starting"} if self._progress is None else self._progress.snapshot()
-            if self._ended is not None:
-                beat["state"] = self._ended
-            beat |= {
-                "rank": self._identity.rank,
-                "attempt": self._identity.attempt,
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "time": timestamp(),
-                "versions": self._versions,
-            }
-            self._store.put(keys.alive(self._identity.rank), json.dumps(beat).encode())
 
     @contextlib.contextmanager
     def _survive(self, what: str) -> Iterator[None]:
@@ -173,11 +151,3 @@ def _metrics(report: RoundReport) -> dict[str, Any]:
         "base": report.base,
         "time": timestamp(),
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("diloco-cloud", "torch", "torchft", "transformers"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found

@@ -1,114 +1,129 @@
-"""SIGTERM: the provider, or a user, wants this replica to end."""
+"""SIGTERM, noted at once, whatever the main thread is doing."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
-import queue
+import select
 import signal
 import threading
-import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 EXIT_CODE = 128 + signal.SIGTERM
-#: Seconds from SIGTERM to the end of the process. Providers kill after 10 s or more.
-EXIT_S = 5.0
-
-
-class Terminated(SystemExit):
-    """SIGTERM arrived. Raised in the main thread, wherever it is."""
-
-    def __init__(self) -> None:
-        super().__init__(EXIT_CODE)
+_ARRIVED, _HANDLED, _WAKE = bytes([signal.SIGTERM]), b"\x00", b"\xff"
 
 
 class Sigterm:
-    """Handles SIGTERM for the life of a replica; a context manager.
+    """Counts SIGTERMs for a thread that watches; a context manager for the main thread.
 
-    The first one ends the work in hand with :class:`Terminated`, or is let pass if that work is
-    done: what is left then is short, and should be finished. The second ends the process at once.
-
-    Unwinding takes as long as the trainer's ``finally`` blocks and the store's requests do, so
-    nothing waits for it: the last words are said in a thread of their own, and ``exit_s`` after the
-    signal the process ends by ``os._exit``. An ordinary exit would join the threads of every
-    executor first, and one that is stuck in an upload can be neither cancelled nor abandoned.
+    Python runs a signal's handler in the main thread, between two bytecodes: not while that thread
+    is in a kernel, a copy or a transfer of many seconds. The C handler below it writes a byte to a
+    pipe at once, and that is what is counted. Should other code of the process take that away (an
+    event loop may), the Python handler's own bytes are.
 
     Args:
-        exit_s: seconds from the signal to the end of the process, if it has not ended by itself.
+        in_main_thread: called there for each signal, and may raise.
     """
 
-    def __init__(self, *, exit_s: float = EXIT_S) -> None:
-        self._exit_s = exit_s
-        self._pid = os.getpid()
-        self._signals = 0
-        self._requested = False
-        self._over = False
-        self._last_words: Callable[[], None] = lambda: None
-        self._said = threading.Event()
-        # Its put() is reentrant, so the handler may call it. To start a thread is not: the main
-        # thread may have been interrupted while it held the lock that takes.
-        self._arrived: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._watch, name="diloco-sigterm", daemon=True)
+    def __init__(self, in_main_thread: Callable[[], None]) -> None:
+        self._in_main_thread = in_main_thread
+        self._reader, self._writer = os.pipe()
+        for end in (self._reader, self._writer):
+            os.set_blocking(end, False)
+        self._poll = select.poll()
+        self._poll.register(self._reader, select.POLLIN)
+        self._arrived = self._handled = self._own = 0
         self._previous: Any = None
 
+    @property
+    def count(self) -> int:
+        """SIGTERMs from outside that :meth:`wait` has seen."""
+        return max(self._arrived, self._handled) - self._own
+
     def __enter__(self) -> Sigterm:
-        # Signals reach the main thread only, and only it may say what they do.
-        if threading.current_thread() is threading.main_thread():
-            self._thread.start()
-            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
+        global _installed
+        self._previous = signal.signal(signal.SIGTERM, self._handle)
+        other = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        if other != -1:  # somebody else's, who needs it more
+            signal.set_wakeup_fd(other)
+        _installed = self
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        if self._previous is not None and not self._requested:
-            signal.signal(signal.SIGTERM, self._previous)
-            self._arrived.put(False)
-            self._thread.join()
+        """Leave SIGTERM as it was; nobody watches any more."""
+        global _installed
+        _installed = None
+        other = signal.set_wakeup_fd(-1)
+        if other != self._writer:
+            signal.set_wakeup_fd(other)
+        signal.signal(signal.SIGTERM, self._previous)
+        os.close(self._reader)
+        os.close(self._writer)
 
-    def interruptible(self, work: Callable[[], T], last_words: Callable[[], None]) -> T:
-        """The result of ``work``, unless SIGTERM comes before it returns.
-
-        Args:
-            work: called in this thread.
-            last_words: called in another thread as soon as the signal comes.
-
-        Raises:
-            Terminated: the signal came, whatever became of ``work``: a trainer may have caught the
-                exception, or raised another one while it unwound.
-        """
-        self._last_words = last_words
-        try:
-            return work()
-        finally:
-            self._over = True
-            if self._requested:
-                self._said.wait(self._exit_s)
-                raise Terminated
-
-    def _on_signal(self, _signal: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # A forked worker of the trainer's: not this replica's end.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a signal or a :meth:`wake`; for the watching thread only."""
+        # Rounded up, not to ask again and again in the last millisecond. A day is as good as ever.
+        milliseconds = math.ceil(1000 * min(max(timeout_s, 0.0), 86_400.0))
+        if not self._poll.poll(milliseconds):
             return
-        self._signals += 1
-        if self._signals > 1:
-            os._exit(EXIT_CODE)
-        if not self._over:
-            self._requested = True
-            self._arrived.put(True)
-            raise Terminated
+        data = os.read(self._reader, 4096)
+        self._arrived += data.count(_ARRIVED)  # other signals write their numbers, too
+        self._handled += data.count(_HANDLED)
 
-    def _watch(self) -> None:
-        if not self._arrived.get():
-            return
-        threading.Thread(target=self._speak, name="diloco-last-words", daemon=True).start()
-        time.sleep(self._exit_s)
-        os._exit(EXIT_CODE)
+    def wake(self) -> None:
+        """End a :meth:`wait`. May be called from any thread, and from a signal handler."""
+        self._write(_WAKE)
 
-    def _speak(self) -> None:
-        try:
-            self._last_words()
-        finally:
-            self._said.set()
+    def interrupt(self) -> None:
+        """Have ``in_main_thread`` called soon, even if that thread is in a system call."""
+        if signal.getsignal(signal.SIGTERM) == self._handle:
+            self._own += 1
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGTERM)
+
+    def _handle(self, _signal: int, _frame: FrameType | None) -> None:
+        self._write(_HANDLED)
+        self._in_main_thread()
+
+    def _write(self, byte: bytes) -> None:
+        with contextlib.suppress(BlockingIOError):  # full of what nobody has read yet
+            os.write(self._writer, byte)
+
+
+# A worker that a trainer forks inherits the handler and the pipe: to end it must not be taken for
+# the end of the replica. SIGTERM is held back in the thread that forks until this is put right, so
+# that none is lost, or counted in the wrong process.
+
+_installed: Sigterm | None = None
+_masks = threading.local()
+
+
+def _before_fork() -> None:
+    if _installed is not None:
+        _masks.saved = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _after_fork_in_parent() -> None:
+    saved = _masks.__dict__.pop("saved", None)
+    if saved is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, saved)
+
+
+def _after_fork_in_child() -> None:
+    global _installed
+    if _installed is not None:
+        _installed = None
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _after_fork_in_parent()
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)

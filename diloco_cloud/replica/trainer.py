@@ -9,8 +9,9 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from diloco_cloud.errors import TrainerImportError
+from diloco_cloud.outer.hand_over import HandedOver
 from diloco_cloud.replica.outcome import exit_code
-from diloco_cloud.replica.sigterm import Terminated
+from diloco_cloud.replica.termination import Terminated
 
 if TYPE_CHECKING:
     from diloco_cloud.outer.manager import MockManager
@@ -57,10 +58,14 @@ def run_trainer(
     rank: int,
     world_size: int,
     kwargs: Mapping[str, Any],
+    *,
+    check: Callable[[], None] = lambda: None,
 ) -> Any:
     """Call the train function; leave the run if it returns, and stop the manager either way.
 
-    A trainer that ends with ``sys.exit()`` or ``sys.exit(0)`` has returned None.
+    A trainer that ends with ``sys.exit()`` or ``sys.exit(0)`` has returned None. One that returns
+    because it was told to end, and caught what told it so, does not leave: its rank will be back.
+    That is for ``check`` to say, by raising.
     """
     finished = False
     try:
@@ -70,6 +75,9 @@ def run_trainer(
             if exit_code(error) != 0:
                 raise
             result = None
+        check()
+        if manager.progress.phase == "handing over":  # and what said so was caught
+            raise HandedOver
         finished = True
     finally:
         manager.shutdown(finished=finished)

@@ -34,12 +34,16 @@ SPEC_KEYS = tuple(field.name for field in dataclasses.fields(RunSpec))
 SETTING_KEYS = ("name", "store", *SPEC_KEYS)
 #: Settings that are merged key by key instead of being replaced.
 _TABLES = ("trainer_args", "env")
-_DURATIONS = ("timeout", "round_timeout", "join_timeout")
-#: Variables of the same prefix that other parts read, or set for replicas.
-_OTHER_VARIABLES = tuple(
-    f"DILOCO_{name}"
-    for name in ("ATTEMPT", "DEBUG", "HOME", "RANK_ENV", "RENDEZVOUS_URI", "SPEC_HASH")
+_DURATIONS = ("timeout", "round_timeout", "join_timeout", "grace", "heartbeat")
+#: Settings that can be turned off, and what TOML and variables, which have no null, call that.
+_CAN_BE_OFF = ("outlier_norm",)
+_OFF = ("off", False)
+_OTHER_NAMES = (
+    *("ATTEMPT", "DEBUG", "HOME", "RANK_ENV", "RENDEZVOUS_URI", "RUN_KEY", "SPEC_HASH"),
+    "TERM_GRACE_S",
 )
+#: Variables of the same prefix that other parts read, or set for replicas.
+_OTHER_VARIABLES = tuple(f"DILOCO_{name}" for name in _OTHER_NAMES)
 _SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS)$")
 
 
@@ -191,6 +195,9 @@ def _typed(values: dict[str, Any]) -> dict[str, Any]:
         if key in values:
             seconds = parse_duration(values[key])
             values[key] = int(seconds) if key == "timeout" else seconds
+    for key in _CAN_BE_OFF:
+        if values.get(key) in _OFF:
+            values[key] = None
     for key in ("backend", "trainer", "gpu", "run_id", "reduction", "init_from"):
         if values.get(key) is not None:
             _text(key, values[key])
@@ -236,18 +243,27 @@ def _from_text(key: str, text: str) -> Any:
     """A variable's text as the type of its setting."""
     parsers: dict[str, Callable[[str], Any]] = {
         **dict.fromkeys(("replicas", "sync_every", "rounds", "fragments", "seed"), int),
-        **dict.fromkeys(("fragment_sync_delay", "snapshot_every"), int),
+        **dict.fromkeys(("fragment_sync_delay", "snapshot_every", "quorum", "max_restarts"), int),
         **dict.fromkeys(("fragment_update_alpha", "outer_lr", "outer_momentum"), float),
-        "nesterov": lambda value: {"true": True, "1": True, "false": False, "0": False}[value],
+        **dict.fromkeys(("nesterov", "checkpoint_inner", "signed"), _boolean),
+        "outlier_norm": lambda value: value if value in _OFF else float(value),
         "trainer_args": lambda value: parse_json_object(value, "DILOCO_TRAINER_ARGS"),
         "secrets": lambda value: [name.strip() for name in value.split(",") if name.strip()],
     }
     try:
         return parsers.get(key, str)(text)
-    except (KeyError, ValueError) as error:
+    except KeyError:
+        raise ConfigError(
+            f"{_variable(key)} is {text!r}", fix="It must be true or false."
+        ) from None
+    except ValueError as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{_variable(key)} is {text!r}", fix="It must be a number.") from None
+
+
+def _boolean(text: str) -> bool:
+    return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
 
 
 def _warn_of_misspelt(environ: Mapping[str, str]) -> None:

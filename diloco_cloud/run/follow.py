@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from diloco_cloud import keys
 from diloco_cloud.errors import UsageError
 from diloco_cloud.executor import TERMINAL_STATES, State
+from diloco_cloud.run.lives import read_lives
 from diloco_cloud.run.logs import ChunkReader, LogLine, native_lines
-from diloco_cloud.run.record import list_lives, read_json
+from diloco_cloud.run.record import read_json
 from diloco_cloud.store.base import ObjectStore
 
 #: Lines of a process's own output that are shown where the prefix doesn't hold the whole story.
@@ -63,9 +64,9 @@ def _native(
     """
     if tail == 0:
         return
-    lives = list_lives(store)
+    lives = read_lives(store)
     for rank, state in states.items():
-        attempt = max((a for r, a in lives if r == rank), default=0)
+        attempt = lives.newest(rank) or 0
         logged = (rank, attempt) in reader.seen
         outcome = read_json(store, keys.outcome(rank, attempt))
         if logged and (state != "failed" or outcome is not None):

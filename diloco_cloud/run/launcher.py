@@ -9,6 +9,7 @@ from collections.abc import Callable
 from diloco_cloud.errors import ConfigError, NotFoundError
 from diloco_cloud.executor import ServerlessExecutor
 from diloco_cloud.executor_registry import get_executor
+from diloco_cloud.run.intents import Start, announce
 from diloco_cloud.run.preflight import check_environment, check_trainer
 from diloco_cloud.run.record import create_run
 from diloco_cloud.run.run import Run
@@ -77,5 +78,13 @@ def launch(
     probe_store(store)
     prefix = store.child(spec.run_id)
     record = create_run(prefix, spec, created_at=clock())
-    start_replicas(prefix, record, found, range(spec.replicas), attempt=0, clock=clock)
+    start = Start(
+        ranks=range(spec.replicas),
+        attempt=0,
+        backend=spec.backend,
+        world_size=spec.replicas,
+        by="launch",
+    )
+    announce(prefix, start, at=clock())
+    start_replicas(prefix, record, found, start, clock=clock)
     return Run(prefix, record, executor=found, clock=clock)

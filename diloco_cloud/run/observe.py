@@ -1,7 +1,8 @@
-"""Gathers what the prefix and the executor say about a run, with few requests.
+"""Gathers what the prefix and the executors say about a run, with few requests.
 
-One observation costs two listings, one read per live replica's heartbeat and one ``poll`` per
-replica that has not ended. Objects written once are read once.
+One observation costs three listings, one read per live replica's heartbeat and per round that was
+decided since the last, and one ``poll`` per replica that has not ended. Objects written once are
+read once.
 """
 
 from __future__ import annotations
@@ -9,35 +10,41 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from diloco_cloud import keys
-from diloco_cloud.errors import NotFoundError, RunNotFoundError, StoreError, UsageError
-from diloco_cloud.executor import ReplicaHandle, ReplicaStatus, ServerlessExecutor
-from diloco_cloud.run.logs import chunk_tail, render_tail
-from diloco_cloud.run.record import RunRecord, list_lives, read_json, to_handle
-from diloco_cloud.run.status import (
-    Evidence,
-    RunStatus,
-    missing_replicas,
-    run_state,
-    view_replica,
-)
-from diloco_cloud.run.tracebacks import end_of_log, without_plumbing
+from diloco_cloud.errors import NotFoundError, RunNotFoundError, StoreError
+from diloco_cloud.executor import ReplicaStatus, ServerlessExecutor
+from diloco_cloud.run.averaging import Averaging, CommitReader
+from diloco_cloud.run.executors import Executors
+from diloco_cloud.run.lives import Life, Lives, read_lives
+from diloco_cloud.run.record import Launched, RunRecord, read_json
+from diloco_cloud.run.restart import UNSUPERVISED_S, stale_after
+from diloco_cloud.run.status import ReplicaView, RunStatus, counted_states, is_over, run_state
+from diloco_cloud.run.tail import failure_tail
+from diloco_cloud.run.views import Evidence, missing_replicas, view_replica
 from diloco_cloud.store.base import ObjectStore
 
 logger = logging.getLogger(__name__)
 
-#: Lines of a failed replica's log that ``status`` shows.
-TAIL_LINES = 20
-#: Lines that are read for it: more, as what surrounds a trainer's own error is left out.
-_READ_LINES = 200
 _WORKERS = 16
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What one observation has found before it turns to single replicas."""
+
+    lives: Lives
+    size: int
+    averaging: Averaging
+    beats: Mapping[int, float]
+    notes: list[str]
 
 
 class Observer:
@@ -46,26 +53,34 @@ class Observer:
     Args:
         store: the run's own prefix.
         record: what its ``run.json`` says.
-        executor: returns the run's executor, or raises ``UsageError`` where it can't be had here.
+        executors: of its replicas.
         clock: seconds since the epoch.
+
+    Attributes:
+        averaging: what the rounds that are kept said at the last observation.
+        lives: what had been started by then.
     """
 
     def __init__(
         self,
         store: ObjectStore,
         record: RunRecord,
-        executor: Callable[[], ServerlessExecutor],
+        executors: Executors,
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._record = record
-        self._executor = executor
+        self._executors = executors
         self._clock = clock
+        self._commits = CommitReader(store)
         self._immutable: dict[str, dict[str, Any]] = {}
-        self._final: dict[tuple[int, int], ReplicaStatus] = {}
-        self._tails: dict[tuple[int, int], tuple[str, ...]] = {}
+        self._final: dict[Life, ReplicaStatus] = {}
+        self._tails: dict[Life, tuple[str, ...]] = {}
         self._offset: float | None = None
+        self._launched_at: float | None = None
+        self.averaging = Averaging()
+        self.lives = Lives()
 
     def observe(self) -> RunStatus:
         """The run's status now.
@@ -74,30 +89,172 @@ class Observer:
             RunNotFoundError: the run has been deleted.
         """
         spec = self._record.spec
-        lives = list_lives(self._store)
-        if not lives:
+        lives = read_lives(self._store)
+        if not lives.kinds:
             self._require_run()
-        ages = self._heartbeat_times()
-        executor, note = self._ask_executor()
-
-        def gather(rank: int) -> Evidence:
-            return self._evidence(rank, lives, ages.get(rank), executor)
-
-        views = tuple(view_replica(e) for e in _parallel(gather, range(spec.replicas)))
-        rounds = [view.round for view in views if view.round is not None]
-        state = run_state([view.state for view in views])
+        self.lives, self.averaging = lives, self._commits.read()
+        look = _Look(lives, self.size(lives), self.averaging, self._heartbeat_times(), [])
+        ranks = range(self.ranks(lives))
+        views = tuple(_parallel(lambda rank: self._view(rank, look), ranks))
+        rounds = None if spec.rounds is None else spec.rounds * spec.fragments
+        over = self._is_over(views, rounds)
+        supervised = self._is_supervised(lives)
+        state = run_state(counted_states(views, over=over, supervised=supervised))
         return RunStatus(
             run_id=spec.run_id,
             backend=spec.backend,
             state=state,
             replicas=views,
-            round=max(rounds, default=None),
-            rounds=None if spec.rounds is None else spec.rounds * spec.fragments,
+            size=look.size,
+            round=max((view.round for view in views if view.round is not None), default=None),
+            rounds=rounds,
             missing=() if state == "succeeded" else missing_replicas(views),
             created_at=self._record.created_at,
-            last_commit=self._last_commit(),
-            note=note,
+            alive=tuple(view.rank for view in views if view.alive),
+            breadth=look.averaging.breadth,
+            rounds_kept=look.averaging.rounds,
+            excluded=look.averaging.excluded,
+            over=over,
+            supervised=supervised,
+            last_commit=_shown(look.averaging.newest),
+            note=next(iter(look.notes), None),
         )
+
+    def size(self, lives: Lives) -> int:
+        """How many replicas the run has now."""
+        if not lives.size_number:
+            return self._record.spec.replicas
+        changed = self._once(keys.size(lives.size_number))
+        return int((changed or {}).get("replicas", self._record.spec.replicas))
+
+    def ranks(self, lives: Lives) -> int:
+        """How many ranks the run has or had."""
+        return max(self._record.spec.replicas, self.size(lives), lives.ranks)
+
+    def next_attempt(self, view: ReplicaView) -> int:
+        """The number of the next life of a replica, as of the last observation."""
+        begun = self.lives.newest(view.rank) is not None or view.heartbeat_age_s is not None
+        return view.attempt + 1 if begun else 0
+
+    def handles(self) -> dict[int, tuple[int, Launched | None]]:
+        """Per rank: its newest attempt, and what was launched for it, if anything was."""
+        lives = read_lives(self._store)
+        found: dict[int, tuple[int, Launched | None]] = {}
+        for rank in range(self.ranks(lives)):
+            attempt = lives.newest(rank) or 0
+            found[rank] = (attempt, self._launched_as(rank, attempt, lives))
+        return found
+
+    def launched(self, rank: int, attempt: int) -> Launched | None:
+        """What was launched for one life."""
+        values = self._once(keys.handle(rank, attempt))
+        return Launched.from_json(values) if values is not None else None
+
+    def _launched_as(self, rank: int, attempt: int, lives: Lives) -> Launched | None:
+        launched_as = lives.launched_as(rank, attempt)
+        return None if launched_as is None else self.launched(rank, launched_as)
+
+    def intent(self, rank: int, attempt: int) -> Mapping[str, Any]:
+        """What the starter of a life wrote before it was started; {} if there is nothing."""
+        return self._once(keys.intent(rank, attempt)) or {}
+
+    # -- one replica ---------------------------------------------------------------------------
+
+    def _view(self, rank: int, look: _Look) -> ReplicaView:
+        attempt, beat = self._beat(rank, look)
+        kinds = look.lives.of(rank, attempt)
+        launched = self._launched_as(rank, attempt, look.lives)
+        intent = self._intent(rank, attempt, kinds)
+        backend = str(
+            launched.backend if launched else intent.get("backend", self._record.spec.backend)
+        )
+        executor = self._executor(backend, look.notes) if launched else None
+        polled = self._poll(executor, launched)
+        outcome = self._once(keys.outcome(rank, attempt)) if "outcome" in kinds else None
+        ended = outcome is not None or (polled is not None and polled.is_terminal)
+        evidence = Evidence(
+            rank=rank,
+            attempt=attempt,
+            backend=backend,
+            launched=launched is not None,
+            polled=polled,
+            outcome=outcome,
+            heartbeat=beat,
+            heartbeat_age_s=self._age(look.beats[rank], exact=not ended) if beat else None,
+            stale_s=stale_after(self._record.spec.heartbeat),
+            intent=intent,
+            intent_age_s=None if ended or beat or launched else self._start_age(rank, look),
+            stopped=self._once(keys.stopped(rank, attempt)) if "stopped" in kinds else None,
+            cancel_requested="cancel" in kinds,
+            restarts=look.lives.restarts(rank),
+            participation=look.averaging.share(rank),
+            merged=look.averaging.merged.get(rank),
+            retired=rank >= look.size,
+        )
+        view = view_replica(evidence)
+        if view.state != "failed":
+            return view
+        tail = self._tail((rank, attempt), launched, executor, outcome)
+        return dataclasses.replace(view, log_tail=tail)
+
+    def _beat(self, rank: int, look: _Look) -> tuple[int, dict[str, Any] | None]:
+        """The newest attempt of a rank, and its heartbeat if it has sent one."""
+        newest = look.lives.newest(rank) or 0
+        beat = read_json(self._store, keys.alive(rank)) if rank in look.beats else None
+        beaten = (beat or {}).get("attempt", 0)
+        if beat is None or beaten < newest:  # of an earlier life
+            return newest, None
+        return beaten, beat
+
+    def _intent(self, rank: int, attempt: int, kinds: Mapping[str, float]) -> Mapping[str, Any]:
+        # That of a first life says nothing that its handle does not.
+        needed = "intent" in kinds and (attempt > 0 or "handle" not in kinds)
+        return self.intent(rank, attempt) if needed else {}
+
+    def _executor(self, backend: str, notes: list[str]) -> ServerlessExecutor | None:
+        executor, note = self._executors.find(backend)
+        if note is not None:  # its SDK is not on this machine: the prefix must do
+            notes.append(note)
+        return executor
+
+    def _poll(
+        self, executor: ServerlessExecutor | None, launched: Launched | None
+    ) -> ReplicaStatus | None:
+        if executor is None or launched is None:
+            return None
+        life = (launched.handle.rank, launched.attempt)
+        if life not in self._final:
+            status = executor.poll(launched.handle)
+            if not status.is_terminal:
+                return status
+            self._final[life] = status
+        return self._final[life]
+
+    def _start_age(self, rank: int, look: _Look) -> float:
+        """Seconds since somebody last said that a replica is being started, or is to be."""
+        attempt = look.lives.newest(rank)
+        at = None if attempt is None else look.lives.of(rank, attempt).get("intent")
+        if at is None and rank >= self._record.spec.replicas:
+            at = look.lives.size_at  # the run has grown
+        if at is None:
+            if self._launched_at is None:
+                self._launched_at = self._store.head(keys.RUN).last_modified
+            at = self._launched_at
+        return self._age(at, exact=True)
+
+    def _tail(
+        self,
+        life: Life,
+        launched: Launched | None,
+        executor: ServerlessExecutor | None,
+        outcome: Mapping[str, Any] | None,
+    ) -> tuple[str, ...]:
+        if life not in self._tails:
+            handle = launched.handle if launched else None
+            self._tails[life] = failure_tail(self._store, life, handle, executor, outcome)
+        return self._tails[life]
+
+    # -- the store -----------------------------------------------------------------------------
 
     def _require_run(self) -> None:
         """Whoever watches a run that somebody deletes must not watch for ever."""
@@ -106,71 +263,14 @@ class Observer:
         except NotFoundError:
             raise RunNotFoundError(f"{self._record.spec.run_id} has been deleted") from None
 
-    def handles(self) -> dict[int, tuple[int, ReplicaHandle | None]]:
-        """Per rank: its newest attempt, and the handle of that attempt where there is one."""
-        lives = list_lives(self._store)
-        found: dict[int, tuple[int, ReplicaHandle | None]] = {}
-        for rank in range(self._record.spec.replicas):
-            attempt = max((a for r, a in lives if r == rank), default=0)
-            has_handle = "handle" in lives.get((rank, attempt), ())
-            found[rank] = (attempt, self._handle(rank, attempt) if has_handle else None)
-        return found
+    def _is_over(self, views: tuple[ReplicaView, ...], rounds: int | None) -> bool:
+        if not any(view.restartable for view in views):
+            return False  # it makes no difference, and costs a request
+        return is_over(views, read_json(self._store, keys.RESULT_MANIFEST), rounds)
 
-    def _ask_executor(self) -> tuple[ServerlessExecutor | None, str | None]:
-        try:
-            return self._executor(), None
-        except UsageError as error:  # its SDK is not on this machine: the prefix must do
-            return None, error.message
-
-    def _evidence(
-        self,
-        rank: int,
-        lives: dict[tuple[int, int], set[str]],
-        beat_at: float | None,
-        executor: ServerlessExecutor | None,
-    ) -> Evidence:
-        beat = read_json(self._store, keys.alive(rank)) if beat_at is not None else None
-        newest = [a for r, a in lives if r == rank] + ([beat.get("attempt", 0)] if beat else [])
-        attempt = max(newest, default=0)
-        if beat is not None and beat.get("attempt", 0) != attempt:
-            beat, beat_at = None, None  # of an earlier life
-        kinds = lives.get((rank, attempt), set())
-        handle = self._handle(rank, attempt) if "handle" in kinds else None
-        polled = self._poll(executor, handle, attempt)
-        outcome = self._once(keys.outcome(rank, attempt)) if "outcome" in kinds else None
-        known = polled is not None and polled != "unknown"
-        age = self._age(beat_at, exact=not known and outcome is None) if beat_at else None
-        evidence = Evidence(
-            rank=rank,
-            attempt=attempt,
-            launched=handle is not None,
-            polled=polled,
-            outcome=outcome,
-            heartbeat=beat,
-            heartbeat_age_s=age,
-            cancel_requested="cancel" in kinds,
-        )
-        if view_replica(evidence).state != "failed":
-            return evidence
-        tail = self._tail(rank, attempt, handle, executor, outcome)
-        return dataclasses.replace(evidence, log_tail=tail)
-
-    def _handle(self, rank: int, attempt: int) -> ReplicaHandle | None:
-        values = self._once(keys.handle(rank, attempt))
-        return to_handle(values) if values is not None else None
-
-    def _poll(
-        self, executor: ServerlessExecutor | None, handle: ReplicaHandle | None, attempt: int
-    ) -> ReplicaStatus | None:
-        if executor is None or handle is None:
-            return None
-        life = (handle.rank, attempt)
-        if life not in self._final:
-            status = executor.poll(handle)
-            if not status.is_terminal:
-                return status
-            self._final[life] = status
-        return self._final[life]
+    def _is_supervised(self, lives: Lives) -> bool:
+        at = lives.supervised_at
+        return at is not None and self._age(at, exact=True) <= UNSUPERVISED_S
 
     def _once(self, key: str) -> dict[str, Any] | None:
         if key not in self._immutable:
@@ -181,9 +281,12 @@ class Observer:
         return self._immutable[key]
 
     def _heartbeat_times(self) -> dict[int, float]:
-        by_key = {info.key: info.last_modified for info in self._store.list(keys.ALIVE)}
-        ranks = range(self._record.spec.replicas)
-        return {rank: by_key[key] for rank in ranks if (key := keys.alive(rank)) in by_key}
+        found = {}
+        for info in self._store.list(keys.ALIVE):
+            name = info.key.removeprefix(keys.ALIVE).removesuffix(".json")
+            if name.isdigit():
+                found[int(name)] = info.last_modified
+        return found
 
     def _age(self, at: float, *, exact: bool) -> float:
         """Seconds since the store's time ``at``; ``exact`` where a state hangs on it."""
@@ -200,42 +303,14 @@ class Observer:
             logger.info("the store's clock cannot be read (%s); trusting this machine's", error)
             return 0.0
 
-    def _tail(
-        self,
-        rank: int,
-        attempt: int,
-        handle: ReplicaHandle | None,
-        executor: ServerlessExecutor | None,
-        outcome: dict[str, Any] | None,
-    ) -> tuple[str, ...]:
-        life = (rank, attempt)
-        if life not in self._tails:
-            lines = []
-            if executor is not None and handle is not None:
-                lines = render_tail(executor.stream_logs(handle, n_lines=_READ_LINES))
-            lines = lines or chunk_tail(self._store, rank, attempt, _READ_LINES)
-            trace = str((outcome or {}).get("traceback") or "").rstrip().splitlines()
-            if trace and not _says(lines, trace[-1]):
-                lines += trace
-            self._tails[life] = tuple(end_of_log(without_plumbing(lines), TAIL_LINES))
-        return self._tails[life]
 
-    def _last_commit(self) -> dict[str, Any] | None:
-        """The newest round that was agreed on; the very newest may still be open."""
-        for name in reversed(self._store.list_dirs(keys.ROUNDS)[-4:]):
-            key = f"{keys.ROUNDS}{name}/commit"
-            commit = self._once(key)
-            if commit is not None:
-                shown = ("round", "fragment", "step", "decision", "reason", "excluded")
-                ranks = [one.get("rank") for one in commit.get("contributors", ())]
-                return {key: commit.get(key) for key in shown} | {"contributors": ranks}
+def _shown(commit: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What ``status`` shows of a commit."""
+    if commit is None:
         return None
-
-
-def _says(lines: Iterable[str], error: str) -> bool:
-    """Whether a log has the last line of a traceback, with or without the error's class."""
-    message = error.partition(": ")[2] or error
-    return any(message in line for line in lines)
+    ranks = [one.get("rank") for one in commit.get("contributors", ())]
+    shown = ("round", "fragment", "step", "decision", "reason", "excluded")
+    return {key: commit.get(key) for key in shown} | {"contributors": ranks}
 
 
 def _parallel(function: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:

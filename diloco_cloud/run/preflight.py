@@ -17,7 +17,10 @@ from types import MappingProxyType
 from typing import Any
 
 from diloco_cloud.errors import ConfigError, MissingDependencyError, TrainerImportError
-from diloco_cloud.run.spec import TRAINER_SETTINGS, RunSpec
+from diloco_cloud.run.spec import RUN_KEY_ENV, TRAINER_SETTINGS, RunSpec
+
+#: Bytes of a key below which it is no key.
+SHORTEST_KEY = 16
 
 #: Keywords that every trainer is called with.
 DOOR = ("manager", "rank", "world_size")
@@ -26,26 +29,45 @@ _LITERALS = (ast.Constant, ast.List, ast.Dict, ast.Set, ast.Tuple, ast.JoinedStr
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def check_environment(spec: RunSpec) -> None:
+def check_environment(spec: RunSpec, backend: str | None = None) -> None:
     """Check what replicas will need from this machine.
+
+    Args:
+        spec: of the run.
+        backend: that the replicas are to run on; default: the spec's.
 
     Raises:
         MissingDependencyError: replicas run here, and torchft is not installed here.
-        ConfigError: a secret has no value in this environment.
+        ConfigError: a secret has no value in this environment, or the run's key is too short.
     """
-    if spec.backend == "local":
+    if (backend or spec.backend) == "local":
         for package in ("torch", "torchft"):
             if importlib.util.find_spec(package) is None:
                 raise MissingDependencyError(
                     f"replicas on this machine need {package}, which is not installed",
                     fix="pip install 'diloco-cloud[diloco]'",
                 )
-    for name in spec.secrets:
+    for name in spec.secret_names:
         if name not in os.environ:
-            raise ConfigError(
-                f"the secret {name} has no value here",
-                fix=f"export {name}=… before launching; it is never stored.",
-            )
+            raise _no_value(name)
+    if spec.signed and len(os.environ[RUN_KEY_ENV].encode()) < SHORTEST_KEY:
+        raise ConfigError(
+            f"{RUN_KEY_ENV} is shorter than {SHORTEST_KEY} bytes, and could be guessed",
+            fix=f"export {RUN_KEY_ENV}=$(openssl rand -hex 32)",
+        )
+
+
+def _no_value(name: str) -> ConfigError:
+    if name == RUN_KEY_ENV:
+        return ConfigError(
+            f"a signed run needs a key, and {RUN_KEY_ENV} has no value here",
+            fix=f"export {RUN_KEY_ENV}=$(openssl rand -hex 32), and keep it: "
+            "a replica can't be restarted without it.",
+        )
+    return ConfigError(
+        f"the secret {name} has no value here",
+        fix=f"export {name}=… before launching; it is never stored.",
+    )
 
 
 def check_trainer(

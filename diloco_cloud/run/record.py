@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import platform
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +19,15 @@ from diloco_cloud.errors import (
     NotFoundError,
     RunExistsError,
     RunNotFoundError,
+    UsageError,
 )
 from diloco_cloud.executor import ReplicaHandle
+from diloco_cloud.run.lives import Life, read_lives
 from diloco_cloud.run.spec import SPEC_VERSION, RunSpec
+from diloco_cloud.store import uris
 from diloco_cloud.store.base import ObjectStore
 
 logger = logging.getLogger(__name__)
-
-_LIFE = re.compile(r"replicas/(\d+)/(\d+)(?:\.(\w+))?\.json")
 
 
 @dataclass(frozen=True)
@@ -124,32 +124,66 @@ def run_not_found(store: ObjectStore, run_id: str) -> RunNotFoundError:
     return RunNotFoundError(f"no run {run_id!r} in {store.uri}", fix=fix)
 
 
-def write_handle(store: ObjectStore, handle: ReplicaHandle, attempt: int, *, at: float) -> None:
+@dataclass(frozen=True)
+class Launched:
+    """A life that an executor has started.
+
+    Attributes:
+        backend: entry-point name of the executor.
+        handle: what it returned.
+    """
+
+    attempt: int
+    backend: str
+    handle: ReplicaHandle
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "rank": self.handle.rank,
+            "attempt": self.attempt,
+            "backend": self.backend,
+            "backend_name": self.handle.backend_name,
+            "metadata": self.handle.metadata,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Launched:
+        """The inverse of :meth:`to_json`."""
+        metadata = dict(values["metadata"])
+        handle = ReplicaHandle(values["rank"], values["backend_name"], metadata)
+        return cls(values["attempt"], values["backend"], handle)
+
+
+def write_launched(store: ObjectStore, launched: Launched, *, at: float) -> None:
     """Record what the executor returned for one life of a rank."""
-    values = {
-        "rank": handle.rank,
-        "attempt": attempt,
-        "backend_name": handle.backend_name,
-        "metadata": handle.metadata,
-        "launched_at": at,
-    }
-    store.create(keys.handle(handle.rank, attempt), dump(values))
+    key = keys.handle(launched.handle.rank, launched.attempt)
+    store.create(key, dump({**launched.to_json(), "launched_at": at}))
 
 
-def to_handle(values: Mapping[str, Any]) -> ReplicaHandle:
-    """The handle that :func:`write_handle` wrote."""
-    return ReplicaHandle(values["rank"], values["backend_name"], dict(values["metadata"]))
+def list_lives(store: ObjectStore) -> Mapping[Life, Mapping[str, float]]:
+    """Which objects each (rank, attempt) has, and since when; see :class:`Lives`."""
+    return read_lives(store).kinds
 
 
-def list_lives(store: ObjectStore) -> dict[tuple[int, int], set[str]]:
-    """Which objects each (rank, attempt) has: "handle", "intent", "outcome", "cancel"."""
-    lives: dict[tuple[int, int], set[str]] = {}
-    for info in store.list(keys.REPLICAS):
-        match = _LIFE.fullmatch(info.key)
-        if match is not None:
-            kinds = lives.setdefault((int(match[1]), int(match[2])), set())
-            kinds.add(match[3] or "handle")
-    return lives
+def change_size(store: ObjectStore, number: int, replicas: int, *, at: float) -> None:
+    """Record that the run has so many replicas from now on.
+
+    Args:
+        store: the run's own prefix.
+        number: one more than that of the newest change.
+        replicas: ranks from 0 to one less belong to the run.
+        at: seconds since the epoch.
+
+    Raises:
+        UsageError: somebody else has just changed it.
+    """
+    if not create_json(store, keys.size(number), {"replicas": replicas, "requested_at": at}):
+        raise UsageError(
+            f"the number of replicas of {store.uri.rpartition('/')[2]} was just changed by "
+            "someone else",
+            fix="Look again with `diloco-cloud status`.",
+        )
 
 
 def read_json(store: ObjectStore, key: str) -> dict[str, Any] | None:
@@ -180,7 +214,7 @@ def dump(values: Mapping[str, Any]) -> bytes:
 
 def parent_uri(store: ObjectStore) -> str:
     """The store that a run's prefix lies in, as a URI."""
-    return store.uri.rpartition("/")[0]
+    return uris.parent_uri(store.uri)
 
 
 def _parse(raw: bytes) -> dict[str, Any] | None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_cloud import keys
-from diloco_cloud.run.record import list_lives, read_json
-from diloco_cloud.run.spec import RunSpec
+from diloco_cloud.run.lives import read_lives
+from diloco_cloud.run.record import read_json
 from diloco_cloud.store.base import ObjectStore
 
 _METRICS = re.compile(r"metrics/(\d+)\.(\d+)/(\d+)\.json")
@@ -50,21 +50,28 @@ class RunResults:
         """The digest that all replicas ended with; None if they differ or one has none.
 
         A replica that left before the last round, having fewer steps to take or none when it was
-        restarted, ended with that round's parameters and is not asked.
+        restarted, ended with that round's parameters and is not asked. Nor is one that did not get
+        to its end, unless none did.
         """
-        rounds = [(outcome or {}).get("round") for outcome in self.outcomes]
+        ended = [o for o in self.outcomes if o is not None and o.get("state") == "succeeded"]
+        rounds = [outcome.get("round") for outcome in ended]
         last = max((r for r in rounds if isinstance(r, int)), default=None)
-        digests = {d for d, r in zip(self.digests, rounds, strict=True) if r is None or r == last}
+        asked = (o for o, r in zip(ended, rounds, strict=True) if r is None or r == last)
+        digests = {outcome.get("digest") for outcome in asked}
         return digests.pop() if len(digests) == 1 else None
 
 
-def read_results(store: ObjectStore, spec: RunSpec) -> RunResults:
-    """Read what the run whose prefix is ``store`` has left."""
-    lives = list_lives(store)
-    outcomes = []
-    for rank in range(spec.replicas):
-        attempt = max((a for r, a in lives if r == rank), default=0)
-        outcomes.append(read_json(store, keys.outcome(rank, attempt)))
+def read_results(store: ObjectStore, ranks: int) -> RunResults:
+    """Read what the run whose prefix is ``store`` has left.
+
+    Args:
+        store: the run's own prefix.
+        ranks: how many there are, or were.
+    """
+    lives = read_lives(store)
+    outcomes = [
+        read_json(store, keys.outcome(rank, lives.newest(rank) or 0)) for rank in range(ranks)
+    ]
     listed = store.list(keys.RESULT)
     files = tuple(info.key for info in listed if info.key != keys.RESULT_MANIFEST)
     return RunResults(tuple(outcomes), read_json(store, keys.RESULT_MANIFEST), files)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import time
@@ -11,15 +10,18 @@ from typing import Any
 
 from diloco_cloud.errors import ConfigError, CorruptError
 from diloco_cloud.executor import ServerlessExecutor, State
-from diloco_cloud.executor_registry import get_executor
 from diloco_cloud.run import lifecycle
+from diloco_cloud.run.executors import Executors
 from diloco_cloud.run.follow import read_logs
 from diloco_cloud.run.logs import LogLine
 from diloco_cloud.run.observe import Observer
 from diloco_cloud.run.record import RunRecord, parent_uri, read_run, run_not_found
+from diloco_cloud.run.restarter import Event
 from diloco_cloud.run.results import RunResults, read_metrics, read_results
+from diloco_cloud.run.resume import resume
 from diloco_cloud.run.spec import RunSpec
 from diloco_cloud.run.status import RunStatus
+from diloco_cloud.run.supervise import INTERVAL_S, Supervisor, ignore
 from diloco_cloud.store import open_store
 from diloco_cloud.store.base import ObjectStore
 from diloco_cloud.store.directory import DirectoryStore
@@ -39,7 +41,7 @@ class Run:
     Args:
         store: the run's own prefix.
         record: what its ``run.json`` says.
-        executor: default: the one that the spec names, when it is first needed.
+        executor: of the spec's backend; default: the registry's, when it is first needed.
         clock: seconds since the epoch.
         sleep: waits for so many seconds.
     """
@@ -55,10 +57,10 @@ class Run:
     ) -> None:
         self._store = store
         self._record = record
-        self._given_executor = executor
+        self._executors = Executors(record.spec.backend, executor)
         self._clock = clock
         self._sleep = sleep
-        self._observer = Observer(store, record, lambda: self.executor, clock=clock)
+        self._observer = Observer(store, record, self._executors, clock=clock)
 
     @classmethod
     def open(
@@ -116,14 +118,14 @@ class Run:
         """The URI of the store that the prefix lies in."""
         return parent_uri(self._store)
 
-    @functools.cached_property
+    @property
     def executor(self) -> ServerlessExecutor:
-        """The executor that launched the replicas.
+        """The executor of the backend that the run was launched on.
 
         Raises:
             UsageError: it is not installed on this machine.
         """
-        return self._given_executor or get_executor(self.spec.backend)
+        return self._executors.get()
 
     def status(self) -> RunStatus:
         """What the prefix and the executor say now."""
@@ -181,7 +183,7 @@ class Run:
         Raises:
             UsageError: a rank that the run does not have.
         """
-        chosen = lifecycle.check_ranks(self.spec, ranks)
+        chosen = lifecycle.check_ranks(self.run_id, len(self._observer.handles()), ranks)
 
         def states() -> list[State]:
             views = self.status().replicas
@@ -205,27 +207,83 @@ class Run:
             UsageError: a rank that the run does not have, or its executor is not installed here.
         """
         return lifecycle.cancel(
-            self._store,
-            self.spec,
-            self._observer,
-            lambda: self.executor,
-            ranks,
-            clock=self._clock,
+            self._store, self._observer, self._executors, ranks, clock=self._clock
         )
 
-    def resume(self, ranks: Sequence[int] | None = None) -> list[int]:
+    def resume(
+        self,
+        ranks: Sequence[int] | None = None,
+        *,
+        replicas: int | None = None,
+        backend: str | None = None,
+    ) -> list[int]:
         """Start replicas that have ended again, with the same spec; returns their ranks.
 
         Args:
             ranks: default: all that have failed, were cancelled or were never started.
+            replicas: how many the run is to have from now on. More are started, be the others
+                running or not; those beyond retire, and must have ended.
+            backend: where to start them; default: where each of them was before.
 
         Raises:
             UsageError: nothing to resume: the run has succeeded, or its replicas are running.
-            LaunchError: the backend failed; what had been started was cancelled.
+            LaunchError: the backend failed; what had been started on it was cancelled.
         """
-        return lifecycle.resume(
-            self._store, self._record, self._observer, self.executor, ranks, clock=self._clock
+        return resume(
+            self._store,
+            self._record,
+            self._observer,
+            self._executors,
+            ranks,
+            replicas=replicas,
+            backend=backend,
+            clock=self._clock,
         )
+
+    def supervisor(
+        self,
+        *,
+        max_restarts: int | None = None,
+        on_event: Callable[[Event], None] = ignore,
+    ) -> Supervisor:
+        """What starts replicas again that died of something other than themselves.
+
+        Args:
+            max_restarts: in a row, of a replica that does not get into a round in between;
+                default: the run's own setting. 0: nothing is started again.
+            on_event: told what happens.
+        """
+        return Supervisor(
+            self._store,
+            self._record,
+            self._observer,
+            self._executors,
+            max_restarts=max_restarts,
+            on_event=on_event,
+            clock=self._clock,
+            sleep=self._sleep,
+        )
+
+    def supervise(
+        self,
+        *,
+        max_restarts: int | None = None,
+        on_event: Callable[[Event], None] = ignore,
+        interval: float = INTERVAL_S,
+    ) -> RunStatus:
+        """Wait until the run has ended, starting again what dies; see :meth:`supervisor`.
+
+        Any number of processes may do so at once, and each may be killed at any time.
+
+        Args:
+            max_restarts: see there.
+            on_event: see there.
+            interval: seconds between two looks.
+
+        Raises:
+            UsageError: replicas cannot be started from this machine.
+        """
+        return self.supervisor(max_restarts=max_restarts, on_event=on_event).run(interval)
 
     def down(self, *, cancel: bool = False, timeout: float = 60.0) -> int:
         """Delete everything the run has in its store; returns the number of objects.
@@ -245,9 +303,9 @@ class Run:
             lifecycle.refuse_unless(cancel, status)
             self.cancel()
             lifecycle.require_ended(self.wait(timeout))
-        handles = lifecycle.every_handle(self._store)
+        launched = lifecycle.every_launch(self._store)
         count = lifecycle.delete(self._store)
-        lifecycle.forget(handles, lambda: self.executor)
+        lifecycle.forget(launched, self._executors)
         return count
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -256,14 +314,15 @@ class Run:
 
     def results(self) -> RunResults:
         """What replicas returned, and the exported result where there is one."""
-        return read_results(self._store, self.spec)
+        return read_results(self._store, len(self._observer.handles()))
 
     def _native_output(self, rank: int, n_lines: int) -> str:
         """The end of what a replica's process wrote to stdout and stderr; "" if not to be had."""
-        _, handle = self._observer.handles()[rank]
-        if handle is None:
+        _, launched = self._observer.handles()[rank]
+        if launched is None:
             return ""
-        return self.executor.stream_logs(handle, n_lines=n_lines)
+        executor = self._executors.get(launched.backend)
+        return executor.stream_logs(launched.handle, n_lines=n_lines)
 
 
 def list_runs(store_uri: str | os.PathLike[str]) -> list[Run]:

@@ -19,10 +19,23 @@ from blake3 import blake3
 from diloco_cloud.errors import ConfigError
 
 SPEC_VERSION = 1
-_AT_LEAST_1 = ("replicas", "sync_every", "rounds", "fragments", "snapshot_every", "timeout")
+_AT_LEAST_1 = (
+    "replicas",
+    "sync_every",
+    "rounds",
+    "fragments",
+    "snapshot_every",
+    "quorum",
+    "timeout",
+)
+_OPTIONAL = ("rounds", "quorum", "grace", "outlier_norm")
+_POSITIVE = ("round_timeout", "join_timeout", "heartbeat", "outer_lr")
 _NUMBERS = (
+    "grace",
     "round_timeout",
     "join_timeout",
+    "heartbeat",
+    "outlier_norm",
     "outer_lr",
     "outer_momentum",
     "fragment_update_alpha",
@@ -39,6 +52,8 @@ TRAINER_SETTINGS = (
     "nesterov",
     "seed",
 )
+#: Variable that holds the key of a signed run; sent to replicas as a secret.
+RUN_KEY_ENV = "DILOCO_RUN_KEY"
 #: Run ids name provider jobs too, so they keep to what all providers accept.
 RUN_ID = re.compile(r"[a-z][a-z0-9-]{0,38}[a-z0-9]")
 
@@ -67,8 +82,20 @@ class RunSpec:
         reduction: "all-gather" (everyone reads everything), "sharded" (rank k reduces shard k) or
             "auto", by which moves fewer bytes.
         snapshot_every: rounds between two snapshots of the outer state.
-        round_timeout: seconds to wait for the peers of a round.
-        join_timeout: seconds to wait for all replicas to be there the first time.
+        quorum: contributions without which no round is decided; None: half of the replicas that
+            are there, so that any survivor goes on.
+        grace: seconds to wait for the others once a quorum is in; None: learnt from their arrivals.
+        round_timeout: seconds to wait for the peers of a round that nothing is known of.
+        join_timeout: seconds to wait, when all begin, for replicas that have not started yet.
+        heartbeat: seconds between two signs of life of a replica.
+        max_restarts: how often in a row a supervisor starts a replica again that does not get into
+            a round in between; 0 turns supervision off.
+        checkpoint_inner: whether each replica stores its inner optimizer's state with every round,
+            so that a restart goes on as if nothing had happened.
+        outlier_norm: a pseudo-gradient longer than so many times the median is left out; None:
+            never.
+        signed: whether objects of a round carry a keyed digest; the key is the secret
+            ``DILOCO_RUN_KEY``.
         gpu: per replica, in the backend's own words.
         timeout: seconds a replica may run.
         env: added to each replica's environment. Never put a secret here: it is stored.
@@ -92,8 +119,15 @@ class RunSpec:
     init_from: str | None = None
     reduction: Reduction = "auto"
     snapshot_every: int = 5
+    quorum: int | None = None
+    grace: float | None = None
     round_timeout: float = 1800.0
-    join_timeout: float = 3600.0
+    join_timeout: float = 600.0
+    heartbeat: float = 5.0
+    max_restarts: int = 3
+    checkpoint_inner: bool = False
+    outlier_norm: float | None = 10.0
+    signed: bool = False
     gpu: str | None = None
     timeout: int = 86_400
     env: Mapping[str, str] = field(default_factory=dict)
@@ -132,6 +166,12 @@ class RunSpec:
         return {name: value for name, value in values.items() if value != defaults[name]}
 
     @property
+    def secret_names(self) -> tuple[str, ...]:
+        """Of all variables that replicas get by the provider's secret channel."""
+        own = (RUN_KEY_ENV,) if self.signed and RUN_KEY_ENV not in self.secrets else ()
+        return (*self.secrets, *own)
+
+    @property
     def digest(self) -> str:
         """Hex BLAKE3 (128 bits) of the canonical JSON."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
@@ -153,9 +193,27 @@ def _validate(spec: RunSpec) -> None:
     for name in _AT_LEAST_1:
         value = getattr(spec, name)
         check(value is None or value >= 1, f"{name} is {value!r}", "It must be at least 1.")
-    for name in ("round_timeout", "join_timeout", "outer_lr"):
+    for name in _POSITIVE:
         value = getattr(spec, name)
         check(value > 0, f"{name} is {value!r}", "It must be positive.")
+    check(
+        spec.quorum is None or spec.quorum <= spec.replicas,
+        f"quorum {spec.quorum} is more than the {spec.replicas} replicas",
+        "Ask for at most as many contributions as there are replicas.",
+    )
+    check(
+        spec.grace is None or spec.grace >= 0,
+        f"grace is {spec.grace!r}",
+        "It must be at least 0 seconds.",
+    )
+    check(
+        spec.max_restarts >= 0, f"max_restarts is {spec.max_restarts!r}", "It must be at least 0."
+    )
+    check(
+        spec.outlier_norm is None or spec.outlier_norm > 1,
+        f"outlier_norm is {spec.outlier_norm!r}",
+        "It must be above 1: a multiple of the median norm.",
+    )
     check(
         0 <= spec.outer_momentum < 1,
         f"outer_momentum is {spec.outer_momentum!r}",
@@ -198,13 +256,16 @@ def _validate(spec: RunSpec) -> None:
 def _check_types(spec: RunSpec) -> None:
     """Raise ``ConfigError`` for a setting of the wrong type; what is compared later is a number."""
     wanted: dict[str, tuple[Callable[[object], bool], str]] = {
-        **dict.fromkeys(("seed", "fragment_sync_delay", *_AT_LEAST_1), (_is_int, "a whole number")),
+        **dict.fromkeys(
+            ("seed", "fragment_sync_delay", "max_restarts", *_AT_LEAST_1),
+            (_is_int, "a whole number"),
+        ),
         **dict.fromkeys(_NUMBERS, (_is_number, "a number")),
-        "nesterov": (lambda value: isinstance(value, bool), "true or false"),
+        **dict.fromkeys(("nesterov", "checkpoint_inner", "signed"), (_is_bool, "true or false")),
     }
     for name, (is_right, kind) in wanted.items():
         value = getattr(spec, name)
-        if not is_right(value) and not (name == "rounds" and value is None):
+        if not is_right(value) and not (name in _OPTIONAL and value is None):
             raise ConfigError(f"{name} is {value!r}", fix=f"It must be {kind}.")
 
 
@@ -227,6 +288,10 @@ def _check_trainer_name(trainer: str) -> None:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:

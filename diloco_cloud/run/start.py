@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_cloud import keys
-from diloco_cloud.errors import DilocoError, LaunchError
+from diloco_cloud.errors import DilocoError, LaunchError, UsageError
 from diloco_cloud.executor import LaunchOptions, ReplicaHandle, ServerlessExecutor
-from diloco_cloud.run.record import RunRecord, create_json, write_handle
+from diloco_cloud.run.intents import Start, kept_fresh
+from diloco_cloud.run.lives import read_lives
+from diloco_cloud.run.record import Launched, RunRecord, create_json, write_launched
 from diloco_cloud.run.spec import RunSpec
 from diloco_cloud.store.base import ObjectStore
 
@@ -47,7 +50,12 @@ class LaunchRequest:
 
 
 def build_request(
-    spec: RunSpec, run_uri: str, *, ranks: Sequence[int] | None = None, attempt: int = 0
+    spec: RunSpec,
+    run_uri: str,
+    *,
+    ranks: Sequence[int] | None = None,
+    attempt: int = 0,
+    world_size: int | None = None,
 ) -> LaunchRequest:
     """What the executor is asked for, to start ``ranks`` (default: all) of a run."""
     chosen = list(range(spec.replicas) if ranks is None else ranks)
@@ -60,10 +68,10 @@ def build_request(
         options=LaunchOptions(
             name=spec.run_id,
             ranks=chosen,
-            world_size=spec.replicas,
+            world_size=spec.replicas if world_size is None else world_size,
             attempt=attempt,
             env=dict(spec.env),
-            secrets=spec.secrets,
+            secrets=spec.secret_names,
         ),
     )
 
@@ -72,34 +80,37 @@ def start_replicas(
     store: ObjectStore,
     record: RunRecord,
     executor: ServerlessExecutor,
-    ranks: Sequence[int],
+    start: Start,
     *,
-    attempt: int,
     clock: Callable[[], float] = time.time,
 ) -> None:
-    """Start ``ranks``, recording each handle as it comes; all or none.
+    """Start replicas that were announced, recording each handle as it comes; all or none.
 
     Args:
         store: the run's own prefix.
         record: what its ``run.json`` says.
-        executor: the one that the spec names.
-        ranks: at least one.
-        attempt: which life of these ranks it is.
+        executor: of ``start.backend``.
+        start: at least one rank, whose intents are written.
         clock: seconds since the epoch.
 
     Raises:
         LaunchError: the backend failed; what had been started was cancelled.
     """
-    spec = record.spec
     started: list[ReplicaHandle] = []
 
     def record_handle(handle: ReplicaHandle) -> None:
         started.append(handle)
-        write_handle(store, handle, attempt, at=clock())
+        write_launched(store, Launched(start.attempt, start.backend, handle), at=clock())
 
-    request = build_request(spec, store.uri, ranks=ranks, attempt=attempt)
+    request = build_request(
+        record.spec,
+        store.uri,
+        ranks=start.ranks,
+        attempt=start.attempt,
+        world_size=start.world_size,
+    )
     try:
-        with _import_path(record.directory):
+        with import_path(record.directory), kept_fresh(store, start, at=clock()):
             handles = executor.launch_replicas(
                 request.n_replicas,
                 request.entrypoint,
@@ -113,21 +124,34 @@ def start_replicas(
             if handle.rank not in recorded:
                 record_handle(handle)
     except BaseException as error:  # Ctrl-C too must not leave billed replicas behind
-        _roll_back(store, executor, started, ranks, attempt, error, clock())
+        _roll_back(store, executor, started, start, error, clock())
         if isinstance(error, Exception) and not isinstance(error, DilocoError):
             raise LaunchError(
-                f"backend {spec.backend!r} failed to start the replicas: {error}",
+                f"backend {start.backend!r} failed to start the replicas: {error}",
                 fix="What had been started was cancelled.",
             ) from error
         raise
+    _cancel_unwanted(store, executor, started, start.attempt)
+
+
+def _cancel_unwanted(
+    store: ObjectStore,
+    executor: ServerlessExecutor,
+    started: Sequence[ReplicaHandle],
+    attempt: int,
+) -> None:
+    """End what a user cancelled while it was being started, and had no handle to be ended by."""
+    lives = read_lives(store)
+    for handle in started:
+        if "cancel" in lives.of(handle.rank, attempt):
+            executor.cancel(handle)
 
 
 def _roll_back(
     store: ObjectStore,
     executor: ServerlessExecutor,
     started: Sequence[ReplicaHandle],
-    ranks: Sequence[int],
-    attempt: int,
+    start: Start,
     cause: BaseException,
     now: float,
 ) -> None:
@@ -138,13 +162,14 @@ def _roll_back(
         except Exception:
             logger.exception("could not cancel replica %d after a failed launch", handle.rank)
     message = getattr(cause, "message", None) or str(cause) or type(cause).__name__
-    for rank in ranks:
+    for rank in start.ranks:
         values = {
             "rank": rank,
-            "attempt": attempt,
+            "attempt": start.attempt,
             "state": "failed",
             "exit_code": None,
-            "reason": "no_capacity" if isinstance(cause, LaunchError) else None,
+            "reason": "no_capacity" if _is_providers(cause) else None,
+            "restartable": not isinstance(cause, UsageError),
             "error": f"the launch failed: {message}",
             "traceback": None,
             "result": None,
@@ -152,19 +177,30 @@ def _roll_back(
             "ended_at": now,
         }
         try:
-            create_json(store, keys.outcome(rank, attempt), values)
+            create_json(store, keys.outcome(rank, start.attempt), values)
         except Exception:
             logger.exception("could not record the failed launch of replica %d", rank)
 
 
+def _is_providers(cause: BaseException) -> bool:
+    """Whether a launch failed on the provider's side."""
+    if isinstance(cause, DilocoError):
+        return isinstance(cause, LaunchError)
+    return isinstance(cause, Exception)
+
+
 @contextlib.contextmanager
-def _import_path(directory: str) -> Iterator[None]:
-    """Let local replicas, which inherit ``sys.path``, find a trainer in the launch directory."""
-    added = directory not in sys.path
+def import_path(directory: str) -> Iterator[None]:
+    """Let local replicas, which inherit ``sys.path``, find a trainer in the launch directory.
+
+    On another machine than the launcher's, it is looked for in the working directory.
+    """
+    place = directory if os.path.isdir(directory) else os.getcwd()
+    added = place not in sys.path
     if added:
-        sys.path.insert(0, directory)
+        sys.path.insert(0, place)
     try:
         yield
     finally:
         if added:
-            sys.path.remove(directory)
+            sys.path.remove(place)

@@ -1,15 +1,4 @@
-"""What a run's state is, as a pure function of what is known about its replicas.
-
-Who decides, for the newest life of a rank:
-
-1. The executor's ``poll``, whenever it can be asked. One exception: "lost" (the provider has
-   forgotten the job) yields to an outcome, which is the replica's own last word.
-2. The outcome that the replica wrote when it ended.
-3. The heartbeat: a fresh one means running.
-4. Otherwise the state is unknown; or pending, if nothing was launched yet.
-
-A replica that was killed after its cancellation had been asked for is cancelled, not failed.
-"""
+"""What ``status`` tells of a run, and what the run's state is."""
 
 from __future__ import annotations
 
@@ -18,38 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diloco_cloud.executor import TERMINAL_STATES, ReplicaStatus, State
-from diloco_cloud.run.durations import format_duration
-
-#: A replica that has been silent for longer is no longer taken to be running.
-HEARTBEAT_STALE_S = 60.0
-#: Ends of a process that a cancellation brings about: by signal, or the shell's code for one.
-_CANCEL_EXIT_CODES = frozenset({-2, -9, -15, 130, 137, 143})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """All that is known of the newest life of one rank.
-
-    Attributes:
-        launched: the executor returned a handle.
-        polled: the executor's answer; None if it could not be asked.
-        outcome: the replica's last word, as it wrote it.
-        heartbeat: the replica's newest sign of life in this life.
-        heartbeat_age_s: by the store's clock.
-        cancel_requested: a user asked for this life to end.
-        log_tail: the end of its log, where it has failed.
-    """
-
-    rank: int
-    attempt: int = 0
-    launched: bool = False
-    polled: ReplicaStatus | None = None
-    outcome: Mapping[str, Any] | None = None
-    heartbeat: Mapping[str, Any] | None = None
-    heartbeat_age_s: float | None = None
-    cancel_requested: bool = False
-    log_tail: tuple[str, ...] = ()
+from diloco_cloud.executor import TERMINAL_STATES, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +15,29 @@ class ReplicaView:
     """One replica, as ``status`` shows it.
 
     Attributes:
+        backend: where its newest life runs.
         phase: what it was doing at its last heartbeat: starting, joining, training, syncing, …
         round: rounds agreed so far.
         step: outer steps committed.
+        alive: it runs, and its heartbeat is fresh.
+        participation: share of the kept rounds that it was averaged in; None without any round.
+        merged: tokens whose work is in the global parameters.
         waiting_for: ranks whose contribution it was waiting for.
         excluded: why the others left it out of a round, or None.
+        restarts: how often it was started again.
+        restarted_after: why its life before this one ended.
+        restartable: it failed, and not by an error of its own: a supervisor would start it again.
+        given_up: why a supervisor does not.
+        starting_s: seconds since somebody last worked at starting it; None once it is launched.
+        launched: its executor has returned a handle.
+        retired: the run goes on with fewer replicas, and without this one.
         error: one line, or None.
     """
 
     rank: int
     attempt: int
     state: State
+    backend: str | None = None
     phase: str | None = None
     reason: str | None = None
     exit_code: int | None = None
@@ -79,33 +49,67 @@ class ReplicaView:
     tokens_per_s: float | None = None
     loss: float | None = None
     heartbeat_age_s: float | None = None
+    alive: bool = False
+    participation: float | None = None
+    merged: int | None = None
     waiting_for: tuple[int, ...] = ()
     excluded: str | None = None
+    restarts: int = 0
+    restarted_after: str | None = None
+    restartable: bool = False
+    given_up: str | None = None
+    starting_s: float | None = None
+    launched: bool = False
+    retired: bool = False
     host: str | None = None
     log_tail: tuple[str, ...] = ()
+
+    @property
+    def ended(self) -> bool:
+        return self.state in TERMINAL_STATES
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
     """One run, as ``status`` shows it.
 
+    Three figures that are not the same thing: *liveness* (``alive``) is who is heard of,
+    *participation* (of each replica) is who gets into rounds, and *breadth* is how many replicas
+    an average is made of.
+
     Attributes:
+        backend: that the run was launched on.
         state: see :func:`run_state`.
+        replicas: by rank, all that there ever were.
+        size: how many the run has now: those with ranks from ``size`` on have retired.
+        alive: ranks whose heartbeat is fresh.
+        breadth: replicas averaged in each of the kept rounds, on average; None without a round.
+        rounds_kept: committed rounds that participation and breadth are taken over.
+        excluded: the newest exclusion of each rank in those rounds: rank, attempt, round, reason.
         round: rounds that the furthest replica has agreed on; None before the first heartbeat.
         rounds: how many there will be, over all fragments; None if the trainer decides.
+        over: some replica could be started again, and is not, as the result is there already.
+        supervised: a supervisor has looked at the run within the last minute.
         missing: ranks that are not where the others are, and why.
         last_commit: round, fragment, decision, contributors and excluded of the newest commit.
-        note: why the executor could not be asked, where it could not.
+        note: why an executor could not be asked, where one could not.
     """
 
     run_id: str
     backend: str
     state: State
     replicas: tuple[ReplicaView, ...]
+    size: int
     round: int | None
     rounds: int | None
     missing: tuple[tuple[int, str], ...]
     created_at: float
+    alive: tuple[int, ...] = ()
+    breadth: float | None = None
+    rounds_kept: int = 0
+    excluded: tuple[Mapping[str, Any], ...] = ()
+    over: bool = False
+    supervised: bool = False
     last_commit: Mapping[str, Any] | None = None
     note: str | None = None
 
@@ -147,135 +151,52 @@ def run_state(states: Sequence[State]) -> State:
     return next((state for state in order if state in states), "cancelled")
 
 
-def view_replica(evidence: Evidence) -> ReplicaView:
-    """What ``status`` shows of one rank."""
-    state = _state(evidence)
-    ended = state in TERMINAL_STATES
-    beat: Mapping[str, Any] = evidence.heartbeat or {}
-    outcome: Mapping[str, Any] = (evidence.outcome if ended else None) or {}
-    polled = evidence.polled
-    waiting = () if ended else tuple(beat.get("waiting_for") or ())
-    return ReplicaView(
-        rank=evidence.rank,
-        attempt=evidence.attempt,
-        state=state,
-        phase=None if ended else _phase(beat),
-        reason=_reason(state, polled, outcome),
-        exit_code=_exit_code(polled, outcome) if ended else None,
-        error=None if state == "succeeded" else _error(polled, outcome),
-        round=beat.get("round"),
-        step=beat.get("step"),
-        inner_step=beat.get("inner_step"),
-        tokens=beat.get("tokens"),
-        tokens_per_s=None if ended else beat.get("tokens_per_s"),
-        loss=beat.get("loss"),
-        heartbeat_age_s=evidence.heartbeat_age_s,
-        waiting_for=waiting,
-        excluded=beat.get("excluded"),
-        host=beat.get("host"),
-        log_tail=evidence.log_tail if state == "failed" else (),
-    )
+def counted_states(views: Sequence[ReplicaView], *, over: bool, supervised: bool) -> list[State]:
+    """The states that the run's state is made of.
 
+    They are the replicas' own, with three exceptions. A retired replica counts only while it still
+    runs. One that is about to be started again is pending. And one that its machine took counts as
+    succeeded where the run has got to its end without it: all that was asked for is there.
 
-def missing_replicas(views: Sequence[ReplicaView]) -> tuple[tuple[int, str], ...]:
-    """Ranks that are not where the others are, and why, in rank order."""
-    awaited = {rank for view in views for rank in view.waiting_for}
-    found = []
+    Args:
+        views: of all replicas.
+        over: the result of the last round is there.
+        supervised: somebody starts again what can be.
+    """
+    states: list[State] = []
     for view in views:
-        why = _why_missing(view, awaited=view.rank in awaited)
-        if why is not None:
-            found.append((view.rank, why))
-    return tuple(found)
+        if view.retired and view.state not in ("running", "pending"):
+            continue
+        if view.restartable and over:
+            states.append("succeeded")
+        elif view.restartable and supervised and view.given_up is None:
+            states.append("pending")
+        else:
+            states.append(view.state)
+    return states
 
 
-def _state(evidence: Evidence) -> State:
-    polled = evidence.polled
-    if polled is not None and polled != "unknown":
-        if polled == "failed" and polled.reason == "lost" and evidence.outcome is not None:
-            return _outcome_state(evidence)
-        if polled == "failed" and _was_cancelled(evidence, polled.exit_code, polled.reason):
-            return "cancelled"
-        return str(polled)  # type: ignore[return-value]
-    if evidence.outcome is not None:
-        return _outcome_state(evidence)
-    age = evidence.heartbeat_age_s
-    if age is not None:
-        return "running" if age <= HEARTBEAT_STALE_S else "unknown"
-    if evidence.launched:
-        return "unknown"
-    return "cancelled" if evidence.cancel_requested else "pending"
+def is_over(
+    views: Sequence[ReplicaView], manifest: Mapping[str, Any] | None, rounds: int | None
+) -> bool:
+    """Whether the run has got to its end, so that to start a replica again is pointless.
 
+    Without a result it has not, even if all others have succeeded: a replica may have died while
+    it was writing it, and its next life will.
 
-def _outcome_state(evidence: Evidence) -> State:
-    outcome = evidence.outcome or {}
-    if outcome.get("state") == "succeeded":
-        return "succeeded"
-    if outcome.get("state") == "cancelled":
-        return "cancelled"
-    if _was_cancelled(evidence, outcome.get("exit_code"), outcome.get("reason")):
-        return "cancelled"
-    return "failed"
-
-
-def _was_cancelled(evidence: Evidence, exit_code: int | None, reason: str | None) -> bool:
-    ended_by_it = reason in ("cancelled", "lost") or exit_code in _CANCEL_EXIT_CODES
-    return evidence.cancel_requested and ended_by_it
-
-
-def _reason(state: State, polled: ReplicaStatus | None, outcome: Mapping[str, Any]) -> str | None:
-    if state == "cancelled":
-        return "cancelled"
-    if state != "failed":
-        return None
-    # The provider sees what a killed process can't write: out of memory, preempted, timeout.
-    provider = polled.reason if polled is not None else None
-    own = outcome.get("reason")
-    return (own if provider in (None, "exit_code", "lost") else None) or provider or "exit_code"
-
-
-def _phase(beat: Mapping[str, Any]) -> str | None:
-    phase = beat.get("state")
-    return "exiting" if phase in TERMINAL_STATES else phase  # its process hasn't ended yet
-
-
-def _exit_code(polled: ReplicaStatus | None, outcome: Mapping[str, Any]) -> int | None:
-    if polled is not None and polled.exit_code is not None:
-        return polled.exit_code
-    code = outcome.get("exit_code")
-    return code if isinstance(code, int) else None
-
-
-def _error(polled: ReplicaStatus | None, outcome: Mapping[str, Any]) -> str | None:
-    return outcome.get("error") or (polled.message if polled is not None else None) or None
-
-
-def _why_missing(view: ReplicaView, *, awaited: bool) -> str | None:
-    if view.state == "failed":
-        return f"failed: {view.error or view.reason}"
-    if view.state == "cancelled":
-        return "cancelled"
-    if view.state == "pending":
-        return "not started yet"
-    if view.state == "unknown":
-        return "cannot be asked, and " + _silence(view)
-    if view.state == "running" and not _is_heard(view):
-        return _silence(view)
-    if view.state == "running" and view.excluded:
-        return f"left out: {view.excluded}"
-    if view.state == "running" and awaited:
-        return f"the others wait for it; it is {view.phase or 'running'}"
-    return None
+    Args:
+        views: of all replicas.
+        manifest: of the exported result; None if there is none.
+        rounds: that the run was to have, over all fragments; None if the trainer decides.
+    """
+    if manifest is None:
+        return False
+    reached = manifest.get("round")
+    if rounds is None or (isinstance(reached, int) and reached >= rounds):
+        return True
+    others = [view.state for view in views if not view.restartable and not view.retired]
+    return {"succeeded", "cancelled"}.issuperset(others)
 
 
 def _takes_part(view: ReplicaView) -> bool:
-    return view.state == "running" and _is_heard(view) and view.phase in ("training", "syncing")
-
-
-def _is_heard(view: ReplicaView) -> bool:
-    return view.heartbeat_age_s is not None and view.heartbeat_age_s <= HEARTBEAT_STALE_S
-
-
-def _silence(view: ReplicaView) -> str:
-    if view.heartbeat_age_s is None:
-        return "has not been heard from yet"
-    return f"silent for {format_duration(view.heartbeat_age_s)}"
+    return view.alive and view.phase in ("training", "syncing")

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from diloco_cloud.store.base import Buffer, Data, ObjectInfo, ObjectStore
 from diloco_cloud.store.filesystem import FilesystemStore
-from diloco_cloud.store.opening import open_store
+from diloco_cloud.store.opening import open_driver, open_store
 from diloco_cloud.store.probe import probe_store
 from diloco_cloud.store.retry import RetryingStore, RetryPolicy
+from diloco_cloud.store.uris import parent_uri, run_name
 
 __all__ = [
     "Buffer",
@@ -24,6 +25,9 @@ __all__ = [
     "ObjectStore",
     "RetryPolicy",
     "RetryingStore",
+    "open_driver",
     "open_store",
+    "parent_uri",
     "probe_store",
+    "run_name",
 ]

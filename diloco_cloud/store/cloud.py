@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Final, Literal
 import obstore
 from obstore.exceptions import BaseError
 
-from diloco_cloud.errors import CorruptError, StoreError
+from diloco_cloud.errors import CorruptError, ExpiredCredentialsError, StoreError
 from diloco_cloud.store.base import Data, ObjectInfo, buffers, check_key, check_range
+from diloco_cloud.store.cloud_clients import Client, Clients, Connection
 from diloco_cloud.store.cloud_errors import is_missing_bucket, store_error
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
-    from obstore.store import AzureStore, GCSStore, S3Store
-
-    Client = S3Store | GCSStore | AzureStore
 
 #: The largest object one PUT may carry on S3; larger ones have no atomic conditional create.
 MAX_OBJECT_BYTES: Final = 5 << 30
@@ -35,6 +33,8 @@ _runtime_owner: int | None = None
 class CloudStore:
     """An :class:`~diloco_cloud.store.ObjectStore` in a bucket. It does not retry.
 
+    When the store calls its credentials expired, it gets new ones for the next request.
+
     Every write is a single PUT, so it is atomic, and ``create`` carries ``If-None-Match: *`` (or
     the cloud's equivalent). Buffers are sent from where they lie: neither one nor several are
     copied, so they must not change until the call returns.
@@ -44,16 +44,13 @@ class CloudStore:
     stores alone (as data loaders do), are fine.
 
     Args:
-        client: for everything but large writes.
-        bulk_client: for writes of 8 MiB and more; the same bucket, with a longer timeout.
+        connection: to the bucket; its ``bulk`` client is for writes of 8 MiB and more.
         bucket_uri: names the bucket, without a trailing slash.
         prefix: "" or a key prefix ending in "/".
     """
 
-    def __init__(
-        self, client: Client, bulk_client: Client, bucket_uri: str, prefix: str = ""
-    ) -> None:
-        self._client, self._bulk_client = client, bulk_client
+    def __init__(self, connection: Connection, bucket_uri: str, prefix: str = "") -> None:
+        self._connection = connection
         self._bucket_uri, self._prefix = bucket_uri, prefix
 
     def __repr__(self) -> str:
@@ -70,8 +67,8 @@ class CloudStore:
         self._write(key, data, mode="overwrite")
 
     def get(self, key: str) -> bytes:
-        with self._translated(key):
-            return obstore.get(self._client, self._full(key)).bytes().to_bytes()
+        with self._request(key) as clients:
+            return obstore.get(clients.small, self._full(key)).bytes().to_bytes()
 
     def get_range(self, key: str, start: int, length: int) -> memoryview:
         check_range(start, length)
@@ -79,9 +76,9 @@ class CloudStore:
             if self.head(key).size < start:
                 raise CorruptError(f"{self._name(key)} ends before byte {start}")
             return memoryview(b"")
-        with self._translated(key):
+        with self._request(key) as clients:
             data = memoryview(
-                obstore.get_range(self._client, self._full(key), start=start, length=length)
+                obstore.get_range(clients.small, self._full(key), start=start, length=length)
             )
         if data.nbytes != length:
             raise CorruptError(
@@ -90,21 +87,29 @@ class CloudStore:
         return data
 
     def head(self, key: str) -> ObjectInfo:
-        with self._translated(key):
-            return self._info(obstore.head(self._client, self._full(key)))
+        try:
+            with self._request(key) as clients:
+                return self._info(obstore.head(clients.small, self._full(key)))
+        except StoreError as error:
+            # The answer to HEAD has no body to say what is wrong; expired credentials are a bare
+            # "400". The answer to GET does.
+            if type(error) is StoreError:
+                with suppress(CorruptError):
+                    self.get_range(key, 0, 1)
+            raise
 
     def list_dirs(self, prefix: str = "") -> list[str]:
         start = self._prefix + prefix
-        with self._translated(prefix):
-            found = obstore.list_with_delimiter(self._client, start or None)
+        with self._request(prefix) as clients:
+            found = obstore.list_with_delimiter(clients.small, start or None)
         return sorted(path.removeprefix(start).strip("/") for path in found["common_prefixes"])
 
     def list(self, prefix: str = "") -> list[ObjectInfo]:
         # obstore matches whole path segments: list the directory, then compare the rest here.
         folder = (self._prefix + prefix).rpartition("/")[0]
         start, infos = self._prefix + prefix, []
-        with self._translated(prefix):
-            for page in obstore.list(self._client, folder or None, chunk_size=_DELETE_BATCH):
+        with self._request(prefix) as clients:
+            for page in obstore.list(clients.small, folder or None, chunk_size=_DELETE_BATCH):
                 infos += [self._info(meta) for meta in page if meta["path"].startswith(start)]
         return sorted(infos, key=lambda info: info.key)
 
@@ -115,18 +120,18 @@ class CloudStore:
         paths = [self._full(key) for key in keys]
         for first in range(0, len(paths), _DELETE_BATCH):
             batch = paths[first : first + _DELETE_BATCH]
-            with self._translated():
+            with self._request() as clients:
                 try:
-                    obstore.delete(self._client, batch)
+                    obstore.delete(clients.small, batch)
                 except FileNotFoundError as error:
                     if is_missing_bucket(error):
                         raise
                     # Google and Azure report absent objects, and may stop at the first.
-                    self._delete_each(batch)
+                    _delete_each(clients.small, batch)
 
     def child(self, path: str) -> CloudStore:
         prefix = f"{self._full(path.rstrip('/'))}/"
-        return CloudStore(self._client, self._bulk_client, self._bucket_uri, prefix)
+        return CloudStore(self._connection, self._bucket_uri, prefix)
 
     def _full(self, key: str) -> str:
         return self._prefix + check_key(key)
@@ -146,26 +151,32 @@ class CloudStore:
                 f"{self._name(key)}: {size / 2**30:.2f} GiB is more than one PUT may carry (5 GiB)",
                 fix="Use more fragments or a smaller codec, so that each object is smaller.",
             )
-        client = self._bulk_client if size >= _BULK_BYTES else self._client
         body = views[0] if len(views) == 1 else views
-        with self._translated(key):
+        with self._request(key) as clients:
+            client = clients.bulk if size >= _BULK_BYTES else clients.small
             # Multipart would be begun for several buffers; its parts are not conditional.
             obstore.put(client, path, body, mode=mode, use_multipart=False)
 
-    def _delete_each(self, paths: Iterable[str]) -> None:
-        for path in paths:
-            with suppress(FileNotFoundError):
-                obstore.delete(self._client, path)
-
     @contextmanager
-    def _translated(self, key: str = "") -> Iterator[None]:
+    def _request(self, key: str = "") -> Iterator[Clients]:
+        """The clients for one request; its errors leave as this package's."""
         _check_not_forked()
+        clients = self._connection.clients
         try:
-            yield
+            yield clients
         except StoreError:
             raise
         except (BaseError, OSError) as error:
-            raise store_error(error, self._name(key)) from error
+            meaning = store_error(error, self._name(key))
+            if isinstance(meaning, ExpiredCredentialsError):
+                self._connection.renew(clients)
+            raise meaning from error
+
+
+def _delete_each(client: Client, paths: Iterable[str]) -> None:
+    for path in paths:
+        with suppress(FileNotFoundError):
+            obstore.delete(client, path)
 
 
 def _check_not_forked() -> None:

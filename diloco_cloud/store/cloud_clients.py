@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, Union
 
-from diloco_cloud.errors import ConfigError, DeniedError, MissingDependencyError
+from diloco_cloud.errors import ConfigError, DeniedError, DilocoError, MissingDependencyError
 from diloco_cloud.store.redaction import redacted
 
 if TYPE_CHECKING:
     from obstore.auth.boto3 import Boto3CredentialProvider
+    from obstore.store import AzureStore, GCSStore, S3Store
 
-    from diloco_cloud.store.cloud import Client, CloudStore
+    from diloco_cloud.store.cloud import CloudStore
+
+logger = logging.getLogger(__name__)
+
+Client: TypeAlias = Union["S3Store", "GCSStore", "AzureStore"]
 
 #: Extra of this package that brings the client, by scheme.
 EXTRAS: Final = {"s3": "s3", "gs": "gcs", "az": "azure", "hf": "s3"}
@@ -34,6 +41,51 @@ _COMMON: Final[Mapping[str, Any]] = {
     # Below the idle time after which servers close connections (S3: about 20 s).
     "pool_idle_timeout": timedelta(seconds=15),
 }
+#: How long obstore may take a profile's credentials for good; it asks again 5 minutes earlier.
+#: botocore hands out none that end within 10 minutes, if it can help it.
+_PROFILE_TTL: Final = timedelta(minutes=10)
+
+
+class Clients(NamedTuple):
+    """Two clients of one bucket.
+
+    Attributes:
+        small: for everything but large writes.
+        bulk: for large writes; with a longer timeout.
+    """
+
+    small: Client
+    bulk: Client
+
+
+class Connection:
+    """The clients of one bucket, made anew when the store calls their credentials expired.
+
+    A client asks for credentials when those it has are due by this machine's clock, and reads the
+    environment only once. A new one asks everywhere again.
+
+    Args:
+        connect: makes clients out of what the environment says now.
+    """
+
+    def __init__(self, connect: Callable[[], Clients]) -> None:
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._clients = connect()
+
+    @property
+    def clients(self) -> Clients:
+        return self._clients
+
+    def renew(self, expired: Clients) -> None:
+        """Replace the clients, unless another thread has replaced ``expired`` already."""
+        with self._lock:
+            if self._clients is not expired:
+                return
+            try:
+                self._clients = self._connect()
+            except DilocoError as error:  # the old ones say best what is wrong
+                logger.warning("no new credentials: %s", error.message)
 
 
 def open_cloud_store(scheme: str, bucket: str, prefix: str) -> CloudStore:
@@ -57,9 +109,15 @@ def open_cloud_store(scheme: str, bucket: str, prefix: str) -> CloudStore:
             fix=f"pip install 'diloco-cloud[{EXTRAS[scheme]}]'",
         ) from error
     uri = f"hf://buckets/{bucket}" if scheme == "hf" else f"{scheme}://{bucket}"
+    store = CloudStore(Connection(lambda: _clients(scheme, bucket, uri)), uri)
+    return store.child(prefix) if prefix else store
+
+
+def _clients(scheme: str, bucket: str, uri: str) -> Clients:
     try:
-        store = CloudStore(
-            _client(scheme, bucket, {"read_timeout": _SILENCE}), _client(scheme, bucket, {}), uri
+        return Clients(
+            small=_client(scheme, bucket, {"read_timeout": _SILENCE}),
+            bulk=_client(scheme, bucket, {}),
         )
     except (ConfigError, DeniedError):
         raise
@@ -68,7 +126,6 @@ def open_cloud_store(scheme: str, bucket: str, prefix: str) -> CloudStore:
         raise ConfigError(
             f"{uri} cannot be opened: {line}", fix="Check the store's variables in the environment."
         ) from None
-    return store.child(prefix) if prefix else store
 
 
 def _client(scheme: str, bucket: str, options: Mapping[str, Any]) -> Client:
@@ -118,7 +175,7 @@ def _profile() -> Boto3CredentialProvider | None:
     from obstore.auth.boto3 import Boto3CredentialProvider
 
     try:
-        return Boto3CredentialProvider()
+        return Boto3CredentialProvider(ttl=_PROFILE_TTL)
     except Exception as error:  # botocore has a class per way to be misconfigured
         raise DeniedError(
             f"the AWS profile gives no credentials ({type(error).__name__})",

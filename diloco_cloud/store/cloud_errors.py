@@ -14,6 +14,7 @@ from diloco_cloud.errors import (
     AlreadyExistsError,
     CorruptError,
     DeniedError,
+    ExpiredCredentialsError,
     NotFoundError,
     StoreError,
     ThrottledError,
@@ -38,9 +39,10 @@ _THROTTLED: Final = frozenset(
 _UNREACHABLE: Final = frozenset({"RequestTimeout", "InternalError", "ServiceUnavailable"})
 _NO_BUCKET: Final = frozenset({"NoSuchBucket", "ContainerNotFound"})
 _FIX_REGION: Final = "Set AWS_REGION to the bucket's region."
+_EXPIRED: Final = frozenset(
+    {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
+)
 _DENIED: Final = {
-    "ExpiredToken": "The credentials have expired; renew them.",
-    "TokenRefreshRequired": "The credentials have expired; renew them.",
     "InvalidToken": "The session token does not belong to these credentials; renew them.",
     "InvalidAccessKeyId": "The store does not know this access key; check the credentials.",
     "SignatureDoesNotMatch": "The secret key does not belong to the access key.",
@@ -105,6 +107,11 @@ def from_response(status: int, code: str, subject: str) -> StoreError:
         return ThrottledError(f"{subject}: the store asks to slow down ({said})")
     if code in _UNREACHABLE or status >= 500 or status == 408:
         return UnreachableError(f"{subject} cannot be reached ({said})")
+    if code in _EXPIRED:
+        return ExpiredCredentialsError(
+            f"the credentials for {subject} have expired ({said})",
+            fix="Renew them: log in again, or set new ones in the environment.",
+        )
     if code in _DENIED or code == "AccessDenied" or status in (301, 307, 401, 403):
         otherwise = _FIX_REGION if status in (301, 307) else _FIX_ACCESS
         return DeniedError(f"no access to {subject} ({said})", fix=_DENIED.get(code, otherwise))

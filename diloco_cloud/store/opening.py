@@ -13,6 +13,7 @@ from diloco_cloud.store.directory import DirectoryStore
 from diloco_cloud.store.memory import MemoryStore
 from diloco_cloud.store.redaction import redacted
 from diloco_cloud.store.retry import RetryingStore, RetryPolicy
+from diloco_cloud.store.uris import FAULTS_SCHEME, is_faulty, plain_uri, split_query
 
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 #: What becomes of a URI that loses a slash, as in ``Path("s3://bucket")``. One letter is a drive.
@@ -28,7 +29,23 @@ def open_store(uri: str | os.PathLike[str], *, retry: RetryPolicy | None = None)
         uri: a path or ``file://`` (a directory), ``memory://name``, ``s3://bucket/prefix``,
             ``gs://``, ``az://container/prefix``, ``hf://buckets/namespace/name/prefix``, or any
             scheme that fsspec knows. Credentials come from the environment, never from here.
-        retry: of remote stores; default :class:`RetryPolicy`. Directories and memory do not retry.
+            ``faults+URI?seed=1&throttled=0.1`` puts faults into any of them
+            (:class:`~diloco_cloud.store.faults.Faults`).
+        retry: of remote and of faulty stores; default :class:`RetryPolicy`. Directories and memory
+            do not retry.
+
+    Raises:
+        ConfigError: not a URI of a store, or one that carries credentials.
+        MissingDependencyError: the package for this scheme is not installed.
+    """
+    driver = open_driver(uri)
+    if isinstance(driver, (DirectoryStore, MemoryStore)):
+        return driver
+    return RetryingStore(driver, retry)
+
+
+def open_driver(uri: str | os.PathLike[str]) -> ObjectStore:
+    """What :func:`open_store` opens, without the retries.
 
     Raises:
         ConfigError: not a URI of a store, or one that carries credentials.
@@ -39,6 +56,8 @@ def open_store(uri: str | os.PathLike[str], *, retry: RetryPolicy | None = None)
         raise ConfigError("the store's URI is empty or holds a null character")
     if not is_uri(text):
         return DirectoryStore(text)
+    if is_faulty(text):
+        return _faulty(text)
     parts = _split(text)
     if parts.scheme == "file":
         return _directory(parts)
@@ -46,7 +65,7 @@ def open_store(uri: str | os.PathLike[str], *, retry: RetryPolicy | None = None)
     if parts.scheme == "memory":
         memory = MemoryStore(_bucket(parts))
         return memory.child(prefix) if prefix else memory
-    return RetryingStore(_remote(text, parts, prefix), retry)
+    return _remote(text, parts, prefix)
 
 
 def is_uri(text: str) -> bool:
@@ -63,6 +82,17 @@ def is_uri(text: str) -> bool:
             fix=f"Write {redacted(scheme + slashes + rest)}, or ./{scheme}:/… for a directory.",
         )
     return _SCHEME.match(text) is not None
+
+
+def _faulty(text: str) -> ObjectStore:
+    from diloco_cloud.store.faults import Faults, FaultyStore
+
+    inner, query = plain_uri(text), split_query(text)[1]
+    if is_faulty(inner):
+        raise ConfigError(
+            f"the store's URI begins with {FAULTS_SCHEME} twice", fix="Once is enough."
+        )
+    return FaultyStore(open_driver(inner), Faults.parse(query.removeprefix("?")))
 
 
 def _split(text: str) -> SplitResult:

@@ -15,6 +15,7 @@ from typing import Final, TypeVar
 
 from diloco_cloud.errors import (
     AlreadyExistsError,
+    ExpiredCredentialsError,
     NotFoundError,
     StoreError,
     ThrottledError,
@@ -63,6 +64,9 @@ class RetryPolicy:
     def call(self, operation: Callable[[], T]) -> T:
         """The result of ``operation``, repeated while the store is throttled or unreachable.
 
+        Expired credentials too: a driver fetches new ones for the next attempt, and whoever
+        renews them may be a moment late.
+
         Raises:
             StoreError: the last one, when attempts or time have run out; any other at once.
         """
@@ -70,7 +74,7 @@ class RetryPolicy:
         for attempt in range(self.attempts):
             try:
                 return operation()
-            except (ThrottledError, UnreachableError) as error:
+            except (ThrottledError, UnreachableError, ExpiredCredentialsError) as error:
                 wait = self.jitter(0.0, min(self.cap_s, self.base_s * 2**attempt))
                 elapsed = self.clock() - started
                 if attempt + 1 == self.attempts or elapsed + wait > self.deadline_s:
@@ -128,11 +132,12 @@ class RetryingStore:
             except UnreachableError:
                 cut_off = True
                 raise
-            except AlreadyExistsError:
-                if not (cut_off and self._holds(key, data)):
-                    raise
 
-        self._policy.call(attempt)
+        try:
+            self._policy.call(attempt)
+        except AlreadyExistsError:
+            if not (cut_off and self._holds(key, data)):
+                raise
 
     def put(self, key: str, data: Data) -> None:
         self._policy.call(lambda: self._inner.put(key, data))
@@ -163,16 +168,20 @@ class RetryingStore:
         return RetryingStore(self._inner.child(path), self._policy)
 
     def _holds(self, key: str, data: Data) -> bool:
-        """Whether ``key`` holds exactly ``data``."""
+        """Whether ``key`` holds exactly ``data``.
+
+        Each read is retried by itself: a large object takes many, and in bad weather hardly ever
+        would all succeed in a row.
+        """
         views = buffers(data)
         try:
-            if self._inner.head(key).size != sum(view.nbytes for view in views):
+            if self.head(key).size != sum(view.nbytes for view in views):
                 return False
             offset = 0
             for view in views:
                 for start in range(0, view.nbytes, _COMPARE_CHUNK):
                     piece = view[start : start + _COMPARE_CHUNK]
-                    if self._inner.get_range(key, offset, piece.nbytes) != piece:
+                    if self.get_range(key, offset, piece.nbytes) != piece:
                         return False
                     offset += piece.nbytes
         except NotFoundError:  # deleted since: it existed, and it was not ours to keep

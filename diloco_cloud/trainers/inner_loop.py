@@ -82,12 +82,15 @@ class InnerLoop:
 
     Attributes:
         manager: told of every step.
+        outer: knows where the run is, by which the learning rate and the end go: this replica may
+            be slower than the others.
         model, optimizer, schedule, sampler: what is trained, how, and on what.
         gradient_clip: largest global gradient norm.
         judge: on the one rank that evaluates the merged model; None on the others.
     """
 
     manager: MockManager
+    outer: OuterLoop
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
     schedule: InnerSchedule
@@ -100,15 +103,20 @@ class InnerLoop:
     _seconds: float = field(default=0.0, init=False)
 
     def run(self, first_step: int) -> None:
-        """Run inner steps ``first_step`` to the schedule's end; judge after every merge."""
+        """Run to the schedule's end, with this rank's batches from ``first_step`` on.
+
+        The merged model is judged after every merge.
+        """
         if first_step == 0:
             self._judge(0)
         merged = self.manager.current_step()
-        for step in range(first_step, self.schedule.total_steps):
+        step = first_step
+        while self.outer.schedule_step < self.schedule.total_steps:
             self._step(step)
+            step += 1
             if self.manager.current_step() != merged:
                 merged = self.manager.current_step()
-                self._judge(step + 1)
+                self._judge(self.outer.schedule_step)
 
     def finish(self) -> None:
         """Judge the final model, once the last sync has put it in place."""
@@ -135,7 +143,7 @@ class InnerLoop:
             self.model,
             self.optimizer,
             self.sampler.batch(step).to(self.model.device),
-            learning_rate=self.schedule.learning_rate(step),
+            learning_rate=self.schedule.learning_rate(self.outer.schedule_step),
             gradient_clip=self.gradient_clip,
         )
         self._seconds += time.perf_counter() - began

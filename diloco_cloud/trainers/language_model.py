@@ -156,6 +156,7 @@ def train(
     )
     loop = InnerLoop(
         manager=manager,
+        outer=outer,
         model=model,
         optimizer=optimizer,
         schedule=schedule,

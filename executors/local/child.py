@@ -13,12 +13,11 @@ import multiprocessing.spawn
 import os
 import pickle
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any, Final
 
-#: Calls the trainer, under a handler that logs whatever it raises.
-_LOGS_ITS_ERRORS: Final = "diloco_cloud.replica.sigterm"
+#: Attribute of an exception that a launched run's replica has logged.
+_LOGGED: Final = "_diloco_logged"
 
 
 def _load(spec: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -75,12 +74,6 @@ def _describe(error: BaseException) -> dict[str, Any]:
     return {"ok": False, "error": f"{name}: {lines[0]}" if lines else name, "reason": reason}
 
 
-def _is_logged(error: BaseException) -> bool:
-    """Whether this comes out of a launched run's trainer, whose errors its replica has logged."""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(frame.f_globals.get("__name__") == _LOGS_ITS_ERRORS for frame in frames)
-
-
 def main() -> None:
     """Run the entrypoint that ``spec.json`` names."""
     directory = sys.argv[1]
@@ -93,7 +86,7 @@ def main() -> None:
         outcome = _keep_result(directory, result, as_pickle="callable" in spec)
     except Exception as error:
         _write(directory, _describe(error))
-        if _is_logged(error):
+        if getattr(error, _LOGGED, False):
             sys.exit(1)  # as an uncaught exception would, without a second traceback in the log
         raise
     _write(directory, outcome)

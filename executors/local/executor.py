@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from diloco_cloud.errors import ConfigError, LaunchError
 from diloco_cloud.executor import (
+    TERM_GRACE_ENV,
     Entrypoint,
     LaunchOptions,
     ReplicaHandle,
@@ -48,7 +49,7 @@ class LocalProcessExecutor:
         state_dir: where replicas' logs and records are kept; default ``$DILOCO_HOME/local``, else
             ``$XDG_STATE_HOME/diloco-cloud/local``, else ``~/.local/state/diloco-cloud/local``.
         cpu_threads: for each replica's numerical libraries, unless the environment sets theirs.
-        grace: seconds between SIGTERM and SIGKILL.
+        grace: seconds between SIGTERM and SIGKILL; replicas are told.
         clock: seconds from any origin, for ``collect``.
         sleep: waits that many seconds, for ``collect``.
     """
@@ -116,9 +117,10 @@ class LocalProcessExecutor:
 
     def _start(self, launch: PreparedLaunch, rank: int) -> ReplicaHandle:
         request = launch.request
+        grace = {TERM_GRACE_ENV: f"{self._grace:g}"}
         environment = replica_environment(
             os.environ,
-            {**request.environment(rank), **request.secrets},
+            {**request.environment(rank), **request.secrets, **grace},
             rank=rank,
             cpu_threads=self._cpu_threads,
             devices=cuda_devices(),
@@ -160,7 +162,7 @@ class LocalProcessExecutor:
         return (b"", offset) if replica is None else logs.read_from(replica.log, offset)
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """Ask the replica to stop: SIGTERM to its process group, SIGKILL after the grace period.
+        """Ask the replica to stop: SIGTERM, and SIGKILL to its process group after the grace.
 
         The replica is then "cancelled", whatever its exit code, unless it had ended before.
         """

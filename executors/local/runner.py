@@ -130,7 +130,8 @@ def _supervise(
         if reason is None and (signals.stop_requested or now >= deadline):
             reason = _reason_to_stop(signals, directory)
             kill_at = now + grace
-            _signal_group(child.pid, signal.SIGTERM)
+            # To the replica alone: it may need its helpers to end in order, as to finish a step.
+            child.send_signal(signal.SIGTERM)
         elif now >= kill_at:
             _signal_group(child.pid, signal.SIGKILL)
             kill_at = float("inf")
@@ -192,7 +193,8 @@ def stop(directory: str) -> None:
         processes = json.load(file)
     pid, token = processes["pid"], processes["pid_start"]
     if is_alive(pid, token):
-        _signal_group(pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + grace
         while is_alive(pid, token) and time.monotonic() < deadline:
             time.sleep(_POLL)

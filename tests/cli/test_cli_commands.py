@@ -23,7 +23,7 @@ from diloco_cloud.run import Run
 Call = Callable[..., Result]
 MakeRun = Callable[..., Run]
 
-READERS = ("status", "logs", "wait", "cancel", "resume", "down")
+READERS = ("status", "logs", "wait", "supervise", "cancel", "resume", "down")
 
 
 def _end(scripted: ScriptedExecutor, state: str, **values: object) -> None:
@@ -254,7 +254,7 @@ def test_cancel_resume_down_go_through_a_life(
         "Nothing to cancel: run-1 had ended already.\n",
     )
     assert call("wait", *where).exit_code == 103
-    assert "Started replicas 0, 1 of run-1 again" in call("resume", *where).stderr
+    assert "Started replicas 0, 1 of run-1." in call("resume", *where).stderr
     assert call("resume", *where).exit_code == 2
     refused = call("down", *where)
     assert refused.exit_code == 2

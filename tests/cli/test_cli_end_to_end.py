@@ -126,10 +126,38 @@ def test_run_outlives_a_killed_launcher(
     assert run.results().returned == [{"rank": 0}, {"rank": 1}]
 
 
+def test_supervise_elsewhere_takes_over_from_a_killed_launcher(
+    launcher: Terminal, elsewhere: Terminal, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    process = launcher.start(*_launch("--set", f"gate={gate}"))
+    store = launcher.directory / "runs"
+    beat = store / "run-1" / "alive" / "0001.json"
+    _until(beat.exists)
+    process.kill()
+    process.communicate()
+    os.kill(json.loads(beat.read_bytes())["pid"], signal.SIGKILL)
+    where = ("run-1", "--store", str(store))
+
+    first = elsewhere.start("supervise", *where, "--json")
+    _until((store / "run-1" / "replicas" / "0001" / "0001.json").exists)
+    first.kill()
+    out, _ = first.communicate()
+    assert [json.loads(line)["event"] for line in out.splitlines()][:1] == ["died"]
+
+    second = elsewhere.start("supervise", *where)
+    gate.touch()
+    out, err = second.communicate(timeout=DEADLINE_S)
+    assert (second.returncode, out) == (0, "SUCCEEDED\n"), err
+    replica = json.loads(elsewhere.call("status", *where, "--json")[1])["replicas"][1]
+    assert (replica["attempt"], replica["restarts"]) == (1, 1)
+    assert replica["restarted_after"].startswith("exit code -9: killed by SIGKILL")
+
+
 def test_crash_is_failed_with_exit_code_reason_and_log(
     launcher: Terminal, elsewhere: Terminal, tmp_path: Path
 ) -> None:
-    code, out, err = launcher.call(*_launch("--set", "crash=true"))
+    code, out, err = launcher.call(*_launch("--set", "crash=true", "--max-restarts", "0"))
     assert (code, out) == (100, "run-1\n")
     assert "ValueError: boom on purpose" in err
     where = ("run-1", "--store", str(launcher.directory / "runs"))

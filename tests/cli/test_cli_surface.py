@@ -17,16 +17,19 @@ SURFACE = {
         --backend --replicas --store --name --run-id --trainer --trainer-args --set --sync-every
         --rounds --fragments --fragment-sync-delay --fragment-update-alpha --outer-lr
         --outer-momentum --nesterov --no-nesterov --seed --init-from --reduction --snapshot-every
-        --gpu --timeout --round-timeout --join-timeout --secret --env --env-file -d --detach
-        --dry-run --json -y --yes -q --quiet
+        --quorum --grace --heartbeat --max-restarts --checkpoint-inner --no-checkpoint-inner
+        --outlier-norm --signed --no-signed --gpu --timeout --round-timeout --join-timeout --secret
+        --env --env-file -d --detach --dry-run --json -y --yes -q --quiet
     """,
     "ls": "--store --json -q --quiet",
     "status": "--store -w --watch --json",
     "logs": "--store -f --follow -n --tail --since --replica --timestamps",
     "wait": "--store --timeout --json",
+    "supervise": "--store --max-restarts --json",
     "cancel": "--store --replica",
-    "resume": "--store --replica",
+    "resume": "--store --replica --replicas --backend",
     "down": "--store -y --yes",
+    "chaos": "--replicas --minutes --faults-per-hour --scale --seed --round --keep --json",
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 from diloco_cloud.errors import CorruptContributionError
 from diloco_cloud.exchange.commit import Commit, decide
 from diloco_cloud.exchange.contribution import Header
+from diloco_cloud.exchange.history import History
 
 
 def header(rank: int, **changes: object) -> Header:
@@ -77,7 +78,7 @@ def test_nothing_usable_is_discarded_with_the_reasons() -> None:
 
 
 def test_a_leave_is_remembered() -> None:
-    commit = decision(header(0), leaving=[1], finished=(3,))
+    commit = decision(header(0), leaving=[1], before=History(finished=(3,)))
     assert commit.finished == (1, 3)
     assert [c.rank for c in commit.contributors] == [0]
 
@@ -90,7 +91,7 @@ def test_a_tie_over_the_base_settles_nothing() -> None:
 
 def test_everyones_position_is_kept_also_of_those_left_out() -> None:
     commit = decision(header(0, position=30), header(1, position=20, finite=False))
-    assert commit.positions == ((0, 30), (1, 20))
+    assert [(one.rank, one.position) for one in commit.standings] == [(0, 30), (1, 20)]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_plan_follows_the_bytes_it_moves(
 
 
 def test_commit_round_trips() -> None:
-    commit = decision(header(0), header(1, finite=False), finished=(5,))
+    commit = decision(header(0), header(1, finite=False), before=History(finished=(5,)))
     assert Commit.decode(commit.encode()) == commit
     assert Commit.decode(commit.encode()).digest == commit.digest
 
@@ -154,7 +155,7 @@ CONTRIBUTOR = GOOD["contributors"][0]
                 {"plan": "sharded", "shards": 0},
                 {"nbytes": 10**400},
                 {"round": -1},
-                {"positions": [[1]]},
+                {"standings": [[1]]},
                 {"contributors": [CONTRIBUTOR | {"weight": 0}]},
                 {"contributors": [CONTRIBUTOR | {"weight": float("nan")}]},
                 {"contributors": [CONTRIBUTOR | {"rank": True}]},

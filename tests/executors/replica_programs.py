@@ -78,6 +78,20 @@ def ignore_sigterm(ready: str) -> None:
     time.sleep(120)
 
 
+def ask_child_on_sigterm(ready: str) -> None:
+    """When asked to stop, have a child finish what it does."""
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda signum, frame: asked.append(signum))
+    command = [sys.executable, "-S", "-c", "print(input())"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        Path(ready).touch()
+        while not asked:
+            time.sleep(0.01)
+        write_whole(f"{ready}.answer", child.communicate("finished")[0].strip())
+
+
 def leave_child_behind(ready: str) -> None:
     """Return while a child still runs."""
     child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(120)"])

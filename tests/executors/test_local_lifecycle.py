@@ -221,6 +221,27 @@ def test_cancelled_replica_may_end_well(local: LocalProcessExecutor, tmp_path: P
     assert (result["status"], result["exit_code"]) == ("cancelled", 0)
 
 
+@pytest.mark.parametrize("with_runner", [True, False])
+def test_cancel_leaves_a_replica_its_helpers_while_the_grace_lasts(
+    local: LocalProcessExecutor, state_dir: Path, tmp_path: Path, with_runner: bool
+) -> None:
+    patient = LocalProcessExecutor(state_dir=state_dir, grace=PATIENCE)
+    ready = tmp_path / "ready"
+    handle = start(patient, "ask_child_on_sigterm", ready=str(ready))
+    wait_until(ready.exists)
+    if not with_runner:
+        kill_runner(handle)
+    patient.cancel(handle)
+    patient.collect([handle], timeout=PATIENCE)
+    assert (tmp_path / "ready.answer").read_text() == "finished"
+
+
+def test_replica_is_told_its_grace(local: LocalProcessExecutor) -> None:
+    handle = start(local, "environment", names=["DILOCO_TERM_GRACE_S"])
+    (result,) = local.collect([handle], timeout=PATIENCE)
+    assert result["result"] == {"DILOCO_TERM_GRACE_S": "0.3"}
+
+
 def test_cancel_of_an_ended_replica_changes_nothing(local: LocalProcessExecutor) -> None:
     handle = start(local, "main")
     local.collect([handle], timeout=PATIENCE)

@@ -29,8 +29,9 @@ MAY_IMPORT = {
     "trainers": {"errors", "outer", "store", "keys"},
     "keys": set(),
     "run": CONTRACT | {"store", "keys"},
-    "cli": CONTRACT | {"store", "run"},
-    "replica": CONTRACT | {"store", "outer", "run", "keys"},
+    "chaos": CONTRACT | {"store", "exchange", "outer", "run", "keys"},
+    "cli": CONTRACT | {"store", "run", "chaos"},
+    "replica": CONTRACT | {"store", "exchange", "outer", "run", "keys"},
     "replica_entrypoint": CONTRACT | {"store", "exchange", "outer", "run", "keys", "replica"},
 }
 #: Rooms that a launcher loads: nothing in them costs more than a few milliseconds to import.

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from diloco_cloud import keys
 from diloco_cloud.errors import NotFoundError
@@ -26,6 +26,12 @@ SOON_S = 20.0
 STARTED_S = 120.0
 
 
+def python_path() -> str:
+    """With the tests' train functions on it."""
+    given = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([str(Path(__file__).parent), *([given] if given else [])])
+
+
 def eventually(what: Callable[[], bool], timeout_s: float) -> float:
     """Seconds until ``what`` is true; an assertion that it will be."""
     started = time.monotonic()
@@ -37,33 +43,42 @@ def eventually(what: Callable[[], bool], timeout_s: float) -> float:
 
 @dataclass
 class ReplicaProcess:
-    """Rank 0 of a run that trains with a function of ``trainers_for_tests``."""
+    """Rank 0 of a run that trains with a function of ``trainers_for_tests``, or of ``module``."""
 
     folder: Path
     function: str
     replicas: int = 1
     trainer_args: dict[str, Any] = field(default_factory=dict)
     stdout: Any = subprocess.DEVNULL
+    module: str = "trainers_for_tests"
+    grace_s: float = 4.0
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.uri = str(self.folder / "run")
         self.store: ObjectStore = open_store(self.uri)
         spec = RunSpec(
             run_id="run",
-            trainer=f"trainers_for_tests:{self.function}",
+            trainer=f"{self.module}:{self.function}",
             replicas=self.replicas,
             trainer_args=self.trainer_args,
+            **self.settings,
         )
         record = {"hash": spec.digest, "spec": spec.to_json()}
         self.store.create(keys.RUN, json.dumps(record).encode())
-        flags = ["--rendezvous-uri", self.uri, "--spec-hash", spec.digest]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "diloco_cloud.replica_entrypoint", *flags],
+        self.flags = ["--rendezvous-uri", self.uri, "--spec-hash", spec.digest]
+        self.process = self._start(attempt=0)
+
+    def _start(self, attempt: int) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "diloco_cloud.replica_entrypoint", *self.flags],
             env={
                 **os.environ,
-                "PYTHONPATH": str(Path(__file__).parent),
+                "PYTHONPATH": python_path(),
                 "PYTHONUNBUFFERED": "",  # a stream without a buffer cannot fail at exit
                 "REPLICA_RANK": "0",
+                "DILOCO_ATTEMPT": str(attempt),
+                "DILOCO_TERM_GRACE_S": str(self.grace_s),
             },
             cwd=self.folder,
             stdout=self.stdout,
@@ -76,8 +91,23 @@ class ReplicaProcess:
         """Wait until the trainer has created a file."""
         eventually((self.folder / name).exists, STARTED_S)
 
+    def restart(self) -> None:
+        """Begin the rank's second life, after the end of the first."""
+        self.process.communicate()
+        self.process = self._start(attempt=1)
+
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
+
+    def logs(self) -> str:
+        """The log lines that have reached the prefix."""
+        chunks = (self.store.get(info.key) for info in self.store.list(keys.LOGS))
+        return b"".join(chunks).decode()
+
+    def beat(self) -> dict[str, Any]:
+        """The newest sign of life."""
+        values: dict[str, Any] = json.loads(self.store.get(keys.alive(0)))
+        return values
 
     def outcome(self) -> dict[str, Any] | None:
         try:
@@ -97,3 +127,6 @@ class ReplicaProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # and what it has forked
         self.process.communicate()
+
+
+Start: TypeAlias = Callable[..., ReplicaProcess]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replica_process import ReplicaProcess, python_path
 
 from diloco_cloud import keys, replica_entrypoint
 from diloco_cloud.errors import ConfigError
@@ -141,6 +142,20 @@ def test_failure_is_recorded_and_raised(uri: str, launched: Launch) -> None:
     assert "trainers_for_tests.py" in outcome["traceback"]
 
 
+@pytest.mark.parametrize(
+    ("function", "reason", "restartable"),
+    [("crash", "exit_code", False), ("exhausted", "out_of_memory", False), ("cut_off", None, True)],
+)
+def test_failure_says_whether_another_life_may_help(
+    uri: str, launched: Launch, function: str, reason: str | None, restartable: bool
+) -> None:
+    with pytest.raises(Exception):  # noqa: B017, PT011
+        main(uri, spec_hash=launched(function))
+    outcome = read(uri, keys.outcome(0, 0))
+    assert outcome["reason"] == (reason or "exit_code")
+    assert outcome["restartable"] is restartable
+
+
 def test_usage_error_of_a_trainer_is_logged_without_a_traceback(uri: str, launched: Launch) -> None:
     with pytest.raises(ConfigError):
         main(uri, spec_hash=launched("misused"))
@@ -225,15 +240,32 @@ def test_manager_averages_between_two_entrypoints(
         assert list(pool.map(run, range(2))) == [0.5, 0.5]
 
 
-def test_replica_that_sent_a_heartbeat_has_begun(uri: str) -> None:
+def test_signed_run_needs_its_key_at_once(
+    uri: str, launched: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DILOCO_RUN_KEY", raising=False)
+    with pytest.raises(ConfigError, match="DILOCO_RUN_KEY is not set"):
+        main(uri, spec_hash=launched("echo", signed=True))
+    outcome = read(uri, keys.outcome(0, 0))
+    assert (outcome["state"], outcome["restartable"]) == ("failed", False)
+    assert not open_store(uri).list(keys.ROUNDS)
+
+
+def test_key_is_read_once_and_appears_nowhere(
+    uri: str, launched: Launch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DILOCO_RUN_KEY", "very-secret")
+    seen = main(uri, spec_hash=launched("environment", signed=True))
+    assert "REPLICA_RANK" in seen
+    assert "DILOCO_RUN_KEY" not in seen
     store = open_store(uri)
-    store.put(keys.alive(1), b'{"attempt": 0}')
-    assert replica_entrypoint._begun(store, [1])
-    assert not replica_entrypoint._begun(store, [1, 2])
-    store.put(keys.intent(1, 1), b"{}")  # it was resumed, and its new attempt queues somewhere
-    assert not replica_entrypoint._begun(store, [1])
-    store.put(keys.alive(1), b'{"attempt": 1}')
-    assert replica_entrypoint._begun(store, [1])
+    everything = b"".join(store.get(info.key) for info in store.list(""))
+    assert b"very-secret" not in everything
+    assert "very-secret" not in "".join(capfd.readouterr())
+
+
+def test_heartbeat_follows_the_spec(uri: str, launched: Launch) -> None:
+    main(uri, spec_hash=launched("wait_for_beats", heartbeat=0.05, trainer_args={"beats": 4}))
 
 
 def test_command_line_parses_what_executors_send() -> None:
@@ -247,7 +279,7 @@ def test_command_line_parses_what_executors_send() -> None:
 def command(tmp_path: Path, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "diloco_cloud.replica_entrypoint", *flags],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), **environ},
+        env={**os.environ, "PYTHONPATH": python_path(), **environ},
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -283,3 +315,26 @@ def test_command_reports_mistakes_without_a_traceback(
     assert done.returncode == code
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "code", "message"),
+    [
+        ("crash", {}, 1, "the model exploded"),
+        ("misused", {}, 1, "no data there"),
+        ("leave", {"code": "no such data"}, 1, "no such data"),
+        ("leave", {"code": 3}, 3, "SystemExit: 3"),
+    ],
+)
+def test_command_of_a_launched_replica_says_once_why_it_failed(
+    tmp_path: Path, function: str, args: dict[str, Any], code: int, message: str
+) -> None:
+    replica = ReplicaProcess(tmp_path, function, trainer_args=args, stdout=subprocess.PIPE)
+    try:
+        out, err = replica.process.communicate(timeout=120)
+    finally:
+        replica.close()
+    assert (replica.process.returncode, err) == (code, "")
+    lines = [json.loads(line) for line in out.splitlines()]
+    (line,) = (line for line in lines if line["level"] == "ERROR")
+    assert message in line["message"] + line.get("traceback", "")

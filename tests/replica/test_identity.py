@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_cloud.replica.identity import Identity
+from diloco_cloud.replica.identity import Identity, replicas_now
 
 
 def test_rank_and_attempt_come_from_the_environment() -> None:
@@ -27,3 +27,11 @@ def test_missing_rank_is_a_runtime_error() -> None:
 def test_rank_outside_the_world_is_a_value_error(rank: str) -> None:
     with pytest.raises(ValueError, match=r"outside \[0, 2\)|not a whole number"):
         Identity.from_environ(2, {"REPLICA_RANK": rank})
+
+
+def test_a_resumed_run_may_have_another_number_of_replicas() -> None:
+    assert replicas_now(4, {}) == 4
+    assert replicas_now(4, {"NUM_REPLICA_GROUPS": "8"}) == 8
+    assert replicas_now(4, {"NUM_REPLICA_GROUPS": "2"}) == 2
+    with pytest.raises(ValueError, match="no number of replicas"):
+        replicas_now(4, {"NUM_REPLICA_GROUPS": "0"})

@@ -1,31 +1,15 @@
-"""SIGTERM, in real processes: the outcome is there at once, and the process ends."""
+"""SIGTERM, in real processes that have nothing to hand over, or do not come to it."""
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import time
 from typing import Any
 
 import pytest
-from replica_process import SOON_S, STARTED_S, ReplicaProcess, eventually
+from replica_process import SOON_S, STARTED_S, Start, eventually
 
 from diloco_cloud import keys
-
-Start = Callable[..., ReplicaProcess]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    started: list[ReplicaProcess] = []
-
-    def run(function: str, **settings: Any) -> ReplicaProcess:
-        started.append(ReplicaProcess(tmp_path, function, **settings))
-        return started[-1]
-
-    yield run
-    for replica in started:
-        replica.close()
 
 
 def summary(outcome: dict[str, Any]) -> tuple[str, int, str]:
@@ -39,8 +23,7 @@ def test_sigterm_is_a_preemption(start: Start) -> None:
     code, outcome = replica.end()
     assert (code, summary(outcome)) == (143, ("failed", 143, "preempted"))
     assert b'"failed"' in replica.store.get(keys.alive(0))
-    logs = b"".join(replica.store.get(i.key) for i in replica.store.list(keys.LOGS))
-    assert b"terminated (SIGTERM)" in logs
+    assert "terminated (SIGTERM)" in replica.logs()
 
 
 def test_sigterm_after_a_cancel_was_asked_for_is_a_cancellation(start: Start) -> None:
@@ -50,6 +33,41 @@ def test_sigterm_after_a_cancel_was_asked_for_is_a_cancellation(start: Start) ->
     replica.terminate()
     code, outcome = replica.end()
     assert (code, summary(outcome)) == (143, ("cancelled", 143, "cancelled"))
+
+
+def test_sigterm_during_data_preparation_is_not_waited_for(start: Start) -> None:
+    replica = start("preparing", module="trainers_that_end", grace_s=60.0)
+    replica.wait_for_file("training")
+    began = time.monotonic()
+    replica.terminate()
+    code, outcome = replica.end()
+    assert time.monotonic() - began < SOON_S / 2
+    assert (code, summary(outcome)) == (143, ("failed", 143, "preempted"))
+
+
+def test_sigterm_interrupts_a_sleep_when_the_time_for_handing_over_has_passed(start: Start) -> None:
+    replica = start("sleeping", module="trainers_that_end")
+    replica.wait_for_file("training")
+    replica.terminate()
+    code, outcome = replica.end()
+    assert (code, summary(outcome)) == (143, ("failed", 143, "preempted"))
+    assert (replica.folder / "unwound").exists()
+
+
+def test_sigterm_is_noted_in_a_call_that_no_signal_interrupts(start: Start) -> None:
+    """Python runs no handler there, so that its process used to be killed without a word."""
+    replica = start("computing", module="trainers_that_end")
+    replica.wait_for_file("training")
+    began = time.monotonic()
+    replica.terminate()
+    eventually(lambda: replica.beat()["state"] == "handing over", SOON_S / 4)
+    eventually(lambda: replica.outcome() is not None, SOON_S / 4)
+    assert replica.process.poll() is None
+    code, outcome = replica.end()
+    assert time.monotonic() - began < replica.grace_s
+    assert (code, summary(outcome)) == (143, ("failed", 143, "preempted"))
+    assert "terminated (SIGTERM)" in replica.logs()
+    assert replica.beat()["state"] == "failed"
 
 
 def test_sigterm_ends_a_wait_for_a_peer(start: Start) -> None:
@@ -101,7 +119,7 @@ def test_forked_worker_that_is_terminated_is_not_the_end_of_the_replica(start: S
     code = replica.process.wait(STARTED_S)
     outcome = replica.outcome()
     assert outcome is not None
-    assert (code, outcome["state"], outcome["result"]) == (0, "succeeded", -15)
+    assert (code, outcome["state"], outcome["result"]) == (0, "succeeded", [-15])
 
 
 def test_reader_of_stdout_that_leaves_costs_nothing(start: Start) -> None:
@@ -114,5 +132,4 @@ def test_reader_of_stdout_that_leaves_costs_nothing(start: Start) -> None:
     outcome = replica.outcome()
     assert outcome is not None
     assert (code, outcome["state"], outcome["result"]) == (0, "succeeded", "done")
-    logs = b"".join(replica.store.get(i.key) for i in replica.store.list(keys.LOGS))
-    assert logs.count(b'"line ') == 200
+    assert replica.logs().count('"line ') == 200

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diloco_cloud.errors import TrainerImportError
-from diloco_cloud.replica.trainer import load_trainer
+from diloco_cloud.outer.hand_over import HandedOver
+from diloco_cloud.outer.progress import Progress
+from diloco_cloud.replica.termination import Terminated
+from diloco_cloud.replica.trainer import load_trainer, run_trainer
 
 HERE = "trainers_for_tests"
 
@@ -56,3 +60,42 @@ def test_trainer_given_as_a_path_is_told_how(path: str, how: str) -> None:
     with pytest.raises(TrainerImportError, match="is a path") as raised:
         load_trainer(path, "train")
     assert how in str(raised.value)
+
+
+class Manager:
+    """What is asked of a manager after the train function has ended."""
+
+    def __init__(self) -> None:
+        self.progress = Progress()
+        self.finished: list[bool] = []
+
+    def shutdown(self, *, finished: bool) -> None:
+        self.finished.append(finished)
+
+
+def test_rank_whose_trainer_returns_leaves() -> None:
+    manager: Any = Manager()
+    assert run_trainer(lambda **_: "result", manager, 0, 1, {}) == "result"
+    assert manager.finished == [True]
+
+
+def test_rank_whose_trainer_caught_the_hand_over_does_not_leave() -> None:
+    manager: Any = Manager()
+
+    def train(**_: Any) -> None:
+        manager.progress.phase = "handing over"
+
+    with pytest.raises(HandedOver):
+        run_trainer(train, manager, 0, 1, {})
+    assert manager.finished == [False]
+
+
+def test_rank_whose_trainer_caught_its_end_does_not_leave() -> None:
+    manager: Any = Manager()
+
+    def check() -> None:
+        raise Terminated
+
+    with pytest.raises(Terminated):
+        run_trainer(lambda **_: None, manager, 0, 1, {}, check=check)
+    assert manager.finished == [False]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
+import os
 import sys
 import time
 import warnings
@@ -13,7 +15,8 @@ from typing import Any
 
 import torch
 
-from diloco_cloud.errors import ConfigError
+from diloco_cloud import keys
+from diloco_cloud.errors import ConfigError, NotFoundError, UnreachableError
 from diloco_cloud.store.base import Data
 from diloco_cloud.store.directory import DirectoryStore
 
@@ -47,6 +50,30 @@ def crash(*, manager: Any, rank: int, world_size: int) -> None:
 
 def misused(*, manager: Any, rank: int, world_size: int) -> None:
     raise ConfigError("no data there", fix="Name another folder.")
+
+
+def exhausted(*, manager: Any, rank: int, world_size: int) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80.00 GiB")
+
+
+def cut_off(*, manager: Any, rank: int, world_size: int) -> None:
+    raise UnreachableError("the store does not answer")
+
+
+def environment(*, manager: Any, rank: int, world_size: int) -> list[str]:
+    return sorted(os.environ)
+
+
+def wait_for_beats(*, manager: Any, rank: int, world_size: int, beats: int) -> None:
+    """Return when that many different heartbeats have been seen."""
+    seen: set[bytes] = set()
+    deadline = time.monotonic() + 60
+    while len(seen) < beats:
+        assert time.monotonic() < deadline
+        with contextlib.suppress(NotFoundError):
+            seen.add(manager.prefix.get(keys.alive(rank)))
+        manager.report(tokens=1)
+        time.sleep(0.01)
 
 
 def leave(*, manager: Any, rank: int, world_size: int, code: Any) -> None:
@@ -106,21 +133,19 @@ def lingering(*, manager: Any, rank: int, world_size: int) -> None:
         time.sleep(300)
 
 
-def _work(working: Any) -> None:
-    working.set()
+def _work() -> None:
     time.sleep(300)
 
 
-def forking(*, manager: Any, rank: int, world_size: int) -> int | None:
-    """End a worker as a data loader does."""
+def forking(*, manager: Any, rank: int, world_size: int) -> list[int | None]:
+    """End workers as a data loader does, some of them before they have begun."""
     fork = multiprocessing.get_context("fork")
-    working = fork.Event()
-    worker = fork.Process(target=_work, args=(working,))
-    worker.start()
-    assert working.wait(60)  # a signal that comes during the fork itself is lost on Python
-    worker.terminate()
-    worker.join()
-    return worker.exitcode
+    workers = [fork.Process(target=_work) for _ in range(20)]
+    for worker in workers:
+        worker.start()
+        worker.terminate()
+        worker.join(60)
+    return sorted({worker.exitcode for worker in workers})
 
 
 not_callable = 3

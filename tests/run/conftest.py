@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from run_fixtures import clock, make_run, scripted, store_uri, trainer
+from run_fixtures import clock, make_clocked, make_run, scripted, store_uri, trainer
 
-__all__ = ["clock", "make_run", "scripted", "store_uri", "trainer"]
+__all__ = ["clock", "make_clocked", "make_run", "scripted", "store_uri", "trainer"]

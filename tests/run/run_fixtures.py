@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import scripted_executor
+from clocked_store import ClockedStore
 from manual_clock import Clock
 from scripted_executor import ScriptedExecutor
 
 from diloco_cloud.run import Run, RunSpec, launch
+from diloco_cloud.run.record import read_run
+from diloco_cloud.store.base import ObjectStore
 
 
 @pytest.fixture
@@ -66,3 +69,21 @@ def make_run(
         return Run.open(store_uri, run_id, clock=clock.time, sleep=clock.sleep)
 
     return make
+
+
+@pytest.fixture
+def make_clocked(make_run: Callable[..., Run], clock: Clock) -> Callable[..., Run]:
+    """As ``make_run``; the run's store too tells time by the test's clock."""
+
+    def make(*arguments: str, **settings: object) -> Run:
+        store = ClockedStore(make_run(*arguments, **settings).store, clock)
+        return reopen(store, clock)
+
+    return make
+
+
+def reopen(store: ObjectStore, clock: Clock) -> Run:
+    """The run whose prefix is ``store``, as another process would see it."""
+    record = read_run(store)
+    assert record is not None
+    return Run(store, record, clock=clock.time, sleep=clock.sleep)

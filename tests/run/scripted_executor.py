@@ -42,15 +42,25 @@ class ScriptedExecutor:
     def __init__(self) -> None:
         self.directory = Path(os.environ[DIRECTORY_ENV])
 
-    @property
-    def fate(self) -> dict[str, Any]:
+    def fate(self, rank: int, attempt: int) -> dict[str, Any]:
         """What becomes of a replica as soon as it is launched."""
-        path = self.directory / "fate.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+        fates = {}
+        for name in ("fate", f"fate.{rank}", f"fate.{rank}.{attempt}"):
+            path = self.directory / f"{name}.json"
+            fates |= json.loads(path.read_text()) if path.exists() else {}
+        return fates
 
-    def decide(self, **values: Any) -> None:
-        """Decide the fate of replicas that are not launched yet."""
-        (self.directory / "fate.json").write_text(json.dumps(values))
+    def decide(self, *life: int, **values: Any) -> None:
+        """Decide the fate of replicas that are not launched yet: of all, a rank, or one life."""
+        name = ".".join(["fate", *map(str, life)])
+        (self.directory / f"{name}.json").write_text(json.dumps(values))
+
+    @property
+    def launched(self) -> list[tuple[int, int]]:
+        """All starts, sorted by rank and attempt."""
+        path = self.directory / "starts"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return sorted((int(rank), int(attempt)) for rank, attempt in map(str.split, lines))
 
     def launch_replicas(
         self,
@@ -76,7 +86,10 @@ class ScriptedExecutor:
             if (self.directory / f"refuse.{rank}").exists():
                 raise RuntimeError("out of capacity")
             handle = ReplicaHandle(rank, "scripted", {"file": f"{rank}.{options.attempt}.json"})
-            self.set(rank, options.attempt, **{"state": "running", **self.fate, "request": request})
+            fate = {"state": "running", **self.fate(rank, options.attempt), "request": request}
+            with (self.directory / "starts").open("a") as starts:
+                starts.write(f"{rank} {options.attempt}\n")
+            self.set(rank, options.attempt, **fate)
             handles.append(handle)
             if options.on_launched is not None:
                 options.on_launched(handle)

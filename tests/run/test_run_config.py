@@ -45,6 +45,28 @@ def test_resolve_parses_durations(tmp_path: Path) -> None:
     assert (spec.timeout, spec.round_timeout, spec.join_timeout) == (7200, 90.0, 600.0)
 
 
+def test_resolve_takes_the_settings_of_fault_tolerance(tmp_path: Path) -> None:
+    text = 'quorum = 2\ngrace = "30s"\nheartbeat = "1m"\noutlier_norm = "off"\nsigned = true\n'
+    spec = resolve({}, environ={}, file=_file(tmp_path, text)).spec
+    assert (spec.quorum, spec.grace, spec.heartbeat) == (2, 30.0, 60.0)
+    assert (spec.outlier_norm, spec.signed) == (None, True)
+    assert spec.secret_names == ("DILOCO_RUN_KEY",)
+    environ = {
+        "DILOCO_GRACE": "1m",
+        "DILOCO_QUORUM": "3",
+        "DILOCO_MAX_RESTARTS": "0",
+        "DILOCO_CHECKPOINT_INNER": "true",
+        "DILOCO_OUTLIER_NORM": "4.5",
+        "DILOCO_RUN_KEY": "a secret, and no setting",
+    }
+    spec = resolve({}, environ=environ).spec
+    assert (spec.quorum, spec.grace, spec.max_restarts) == (3, 60.0, 0)
+    assert (spec.checkpoint_inner, spec.outlier_norm) == (True, 4.5)
+    assert resolve({}, environ={"DILOCO_OUTLIER_NORM": "off"}).spec.outlier_norm is None
+    with pytest.raises(ConfigError, match=r"DILOCO_SIGNED is 'maybe'\n.*true or false"):
+        resolve({}, environ={"DILOCO_SIGNED": "maybe"})
+
+
 def test_resolve_puts_local_runs_below_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +129,10 @@ def test_resolve_on_other_backends_needs_a_store() -> None:
         ('rounds = "all"', "It must be a whole number."),
         ('outer_lr = "high"', "It must be a number."),
         ("nesterov = 1", "It must be true or false."),
+        ("quorum = 5", "quorum 5 is more than the 4 replicas"),
+        ("outlier_norm = 1", "It must be above 1"),
+        ("max_restarts = -1", "max_restarts is -1\n  It must be at least 0"),
+        ('grace = "soon"', "'soon' is not a length of time"),
         ('store = "s3:/bucket"', "a slash is missing"),
         ('backend = "modal"', "the backend 'modal' is not installed"),  # not: needs a store
     ],

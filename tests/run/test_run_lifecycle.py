@@ -188,7 +188,7 @@ def test_cancel_records_the_wish_even_if_the_backend_is_not_here(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, store_uri: str
 ) -> None:
     run = make_run()
-    monkeypatch.setattr("diloco_cloud.run.run.get_executor", _absent)
+    monkeypatch.setattr("diloco_cloud.run.executors.get_executor", _absent)
     with pytest.raises(UnknownBackendError):
         Run.open(store_uri, run.run_id).cancel()
     assert run.store.head(keys.cancel(1, 0))

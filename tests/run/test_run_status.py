@@ -13,7 +13,8 @@ from scripted_executor import ScriptedExecutor
 from diloco_cloud import keys
 from diloco_cloud.executor import ReplicaStatus
 from diloco_cloud.run import Run
-from diloco_cloud.run.status import Evidence, run_state, view_replica
+from diloco_cloud.run.status import run_state
+from diloco_cloud.run.views import Evidence, view_replica
 
 MakeRun = Callable[..., Run]
 
@@ -161,6 +162,7 @@ def test_status_counts_the_speed_of_those_that_get_on(
 def test_status_of_a_silent_replica_counts_no_speed(make_run: MakeRun, clock: Clock) -> None:
     run = make_run(replicas=1)
     ReplicaWriter(run.store, 0).beat(tokens_per_s=100.0)
+    assert run.status().tokens_per_s == 100.0
     clock.now += 3600
     assert run.status().tokens_per_s == 0.0
 

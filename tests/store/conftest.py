@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 from servers import S3Server
 
-from diloco_cloud.store import ObjectStore, open_store
+from diloco_cloud.store import ObjectStore, RetryPolicy, open_store
 from diloco_cloud.store.filesystem import FilesystemStore
 
-DRIVERS = ("directory", "memory", "s3", "s3fs")
+DRIVERS = ("directory", "memory", "s3", "s3fs", "faults")
+#: Everything that retries must hide, each for one request in five.
+FAULTS = "&".join(
+    f"{kind}=0.2" for kind in ("throttled", "timeout", "lost_reply", "duplicate", "torn", "expired")
+)
+#: Enough attempts for a third of them to succeed, and no waiting.
+PATIENT = RetryPolicy(attempts=100, base_s=0.0)
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +41,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
         return open_store(tmp_path / "store")
     if request.param == "memory":
         return open_store(f"memory://{uuid.uuid4().hex}")
+    if request.param == "faults":
+        uri = f"faults+memory://{uuid.uuid4().hex}?seed=1&clock_skew_s=5&{FAULTS}"
+        return open_store(uri, retry=PATIENT)
     server: S3Server = request.getfixturevalue("s3_env")
     if request.param == "s3fs":
         fs = request.getfixturevalue("s3fs_filesystem")

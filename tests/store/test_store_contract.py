@@ -11,6 +11,7 @@ import pytest
 
 from diloco_cloud.errors import AlreadyExistsError, CorruptError, NotFoundError
 from diloco_cloud.store import ObjectStore, open_store, probe_store
+from diloco_cloud.store.uris import split_query
 
 
 def _keys(store: ObjectStore, prefix: str = "") -> list[str]:
@@ -148,7 +149,7 @@ def test_list_takes_a_plain_string_prefix(store: ObjectStore) -> None:
     assert _keys(store, "zz/") == []
 
 
-@pytest.mark.parametrize("store", ["directory", "memory", "s3"], indirect=True)
+@pytest.mark.parametrize("store", ["directory", "memory", "s3", "faults"], indirect=True)
 def test_list_beyond_one_page_is_complete(store: ObjectStore) -> None:
     keys = [f"k/{i:04d}" for i in range(1100)]
     with ThreadPoolExecutor(4) as pool:
@@ -177,7 +178,7 @@ def test_list_dirs_names_the_children_that_hold_objects(store: ObjectStore) -> N
 
 
 # SeaweedFS clears empty directories away later.
-@pytest.mark.parametrize("store", ["directory", "memory"], indirect=True)
+@pytest.mark.parametrize("store", ["directory", "memory", "faults"], indirect=True)
 def test_list_dirs_forgets_emptied_ones(store: ObjectStore) -> None:
     store.put("rounds/1/put/0", b"")
     store.put("rounds/2/put/0", b"")
@@ -214,12 +215,13 @@ def test_child_is_the_same_objects_below_a_path(store: ObjectStore) -> None:
     assert store.get("runs/one/k") == b"1"
     assert _keys(child) == ["k"]
     assert child.head("k").key == "k"
-    assert child.child("x/").uri == f"{store.uri}/runs/one/x"
+    path, query = split_query(store.uri)
+    assert child.child("x/").uri == f"{path}/runs/one/x{query}"
     assert child.list_dirs() == []
 
 
 # The s3:// URI of s3fs is opened by the S3 driver.
-@pytest.mark.parametrize("store", ["directory", "memory", "s3"], indirect=True)
+@pytest.mark.parametrize("store", ["directory", "memory", "s3", "faults"], indirect=True)
 def test_uri_opens_the_store_again(store: ObjectStore) -> None:
     store.put("k", b"1")
     again = open_store(store.uri)

@@ -21,6 +21,7 @@ from diloco_cloud.errors import (
     AlreadyExistsError,
     CorruptError,
     DeniedError,
+    ExpiredCredentialsError,
     NotFoundError,
     StoreError,
     ThrottledError,
@@ -150,7 +151,8 @@ def test_http_status_decides_the_error(
 @pytest.mark.parametrize(
     ("status", "code", "kind", "fix"),
     [
-        (400, "ExpiredToken", DeniedError, "renew"),
+        (400, "ExpiredToken", ExpiredCredentialsError, "Renew"),
+        (403, "RequestExpired", ExpiredCredentialsError, "Renew"),
         (400, "AuthorizationHeaderMalformed", DeniedError, "AWS_REGION"),
         (301, "PermanentRedirect", DeniedError, "AWS_REGION"),
         (403, "RequestTimeTooSkewed", DeniedError, "clock"),

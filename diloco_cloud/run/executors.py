@@ -1,0 +1,42 @@
+"""The executors of a run's replicas, which may sit on several backends."""
+
+from __future__ import annotations
+
+from threading import Lock
+
+from diloco_cloud.errors import UsageError
+from diloco_cloud.executor import ServerlessExecutor
+from diloco_cloud.executor_registry import get_executor
+
+
+class Executors:
+    """Makes each backend's executor when it is first needed.
+
+    Args:
+        backend: entry-point name of the backend that ``given`` belongs to.
+        given: its executor; default: the registry's.
+    """
+
+    def __init__(self, backend: str, given: ServerlessExecutor | None = None) -> None:
+        self.default = backend
+        self._made = {} if given is None else {backend: given}
+        self._lock = Lock()
+
+    def get(self, backend: str | None = None) -> ServerlessExecutor:
+        """The executor of a backend; by default of the one that the run's spec names.
+
+        Raises:
+            UsageError: it is not installed on this machine.
+        """
+        name = backend or self.default
+        with self._lock:
+            if name not in self._made:
+                self._made[name] = get_executor(name)
+            return self._made[name]
+
+    def find(self, backend: str) -> tuple[ServerlessExecutor | None, str | None]:
+        """The executor of a backend; or None, and why it can't be had on this machine."""
+        try:
+            return self.get(backend), None
+        except UsageError as error:
+            return None, error.message

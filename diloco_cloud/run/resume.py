@@ -1,0 +1,176 @@
+"""Start replicas of a run again, as many as before or not, where they were or elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from diloco_cloud.errors import UsageError
+from diloco_cloud.run.executors import Executors
+from diloco_cloud.run.intents import Start, announce
+from diloco_cloud.run.lifecycle import check_ranks
+from diloco_cloud.run.observe import Observer
+from diloco_cloud.run.preflight import check_environment, check_trainer
+from diloco_cloud.run.record import RunRecord, change_size
+from diloco_cloud.run.restart import ABANDONED_S
+from diloco_cloud.run.start import start_replicas
+from diloco_cloud.run.status import ReplicaView, RunStatus
+from diloco_cloud.run.views import why_ended
+from diloco_cloud.store.base import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+
+def resume(
+    store: ObjectStore,
+    record: RunRecord,
+    observer: Observer,
+    executors: Executors,
+    ranks: Sequence[int] | None = None,
+    *,
+    replicas: int | None = None,
+    backend: str | None = None,
+    clock: Callable[[], float] = time.time,
+) -> list[int]:
+    """Start replicas again that have ended, or new ones; see :meth:`diloco_cloud.Run.resume`."""
+    status = observer.observe()
+    _refuse_finished(status)
+    size = status.size if replicas is None else _new_size(status, ranks, replicas)
+    if ranks is not None:
+        chosen = _named(status, ranks)
+    else:
+        chosen = _startable(status, size)
+        if not chosen and size == status.size:
+            _refuse(status)
+    groups = _by_backend(chosen, backend)
+    for name in groups:
+        executors.get(name)
+        check_environment(record.spec, name)
+    if chosen:
+        _check_trainer(record, groups)
+    if size != status.size:
+        change_size(store, observer.lives.size_number + 1, size, at=clock())
+    _stop_unheard(observer, executors, chosen)
+    started: list[int] = []
+    for name, views in groups.items():
+        start = Start(
+            ranks=[view.rank for view in views],
+            attempt=max(observer.next_attempt(view) for view in views),
+            backend=name,
+            world_size=size,
+            by="resume",
+            after={view.rank: why_ended(view) for view in views if view.ended},
+        )
+        mine = announce(store, start, at=clock())
+        if mine:
+            start = dataclasses.replace(start, ranks=mine)
+            start_replicas(store, record, executors.get(name), start, clock=clock)
+            started += mine
+    if chosen and not started:
+        raise UsageError(
+            f"{status.run_id} is being resumed by someone else",
+            fix="Look again with `diloco-cloud status`.",
+        )
+    return sorted(started)
+
+
+def _new_size(status: RunStatus, ranks: Sequence[int] | None, replicas: int) -> int:
+    """The number of replicas that the run is to have."""
+    if ranks is not None:
+        raise UsageError(
+            "replicas are named, and their number is given",
+            fix="Use --replica to start some again, or --replicas to change how many there are.",
+        )
+    if replicas < 1:
+        raise UsageError(f"replicas is {replicas}", fix="It must be at least 1.")
+    going = [view.rank for view in status.replicas[replicas:] if _goes_on(view)]
+    if going:
+        options = " ".join(f"--replica {rank}" for rank in going)
+        raise UsageError(
+            f"replicas {going} of {status.run_id} would not belong to it, and have not ended",
+            fix=f"diloco-cloud cancel {status.run_id} {options}",
+        )
+    return replicas
+
+
+def _goes_on(view: ReplicaView) -> bool:
+    return view.state == "running" or (view.state == "pending" and view.launched)
+
+
+def _startable(status: RunStatus, size: int) -> list[ReplicaView]:
+    """Those of the first ``size`` replicas that do not run, and have not done their work."""
+    known = [view for view in status.replicas[:size] if _has_ended_early(view)]
+    return known + [
+        ReplicaView(rank=rank, attempt=0, state="pending", backend=status.backend)
+        for rank in range(len(status.replicas), size)
+    ]
+
+
+def _named(status: RunStatus, ranks: Sequence[int]) -> list[ReplicaView]:
+    views = [status.replicas[r] for r in check_ranks(status.run_id, len(status.replicas), ranks)]
+    for view in views:
+        if view.retired:
+            raise UsageError(
+                f"replica {view.rank} has retired: {status.run_id} has {status.size} replicas",
+                fix=f"Use --replicas {view.rank + 1} to have more.",
+            )
+        # Whoever names one that nobody can ask knows more than the store does.
+        if not _has_ended_early(view) and view.state != "unknown":
+            state = "being started" if view.state == "pending" else view.state
+            raise UsageError(
+                f"replica {view.rank} of {status.run_id} is {state}",
+                fix="Only replicas that have ended early are resumed.",
+            )
+    return views
+
+
+def _has_ended_early(view: ReplicaView) -> bool:
+    if view.state == "pending":  # unless it queues at its provider, or somebody is at it
+        at_it = not view.retired and (view.starting_s or 0.0) <= ABANDONED_S
+        return not view.launched and not at_it
+    return view.state in ("failed", "cancelled")
+
+
+def _by_backend(views: Sequence[ReplicaView], backend: str | None) -> dict[str, list[ReplicaView]]:
+    """Each replica goes where it was, unless another backend is asked for."""
+    groups: dict[str, list[ReplicaView]] = {}
+    for view in views:
+        groups.setdefault(backend or view.backend or "", []).append(view)
+    return groups
+
+
+def _stop_unheard(observer: Observer, executors: Executors, views: Sequence[ReplicaView]) -> None:
+    """Ask lives that nobody could be asked about to end: their successors are about to start."""
+    for view in views:
+        launched = observer.launched(view.rank, view.attempt) if view.state == "unknown" else None
+        if launched is not None:
+            try:
+                executors.get(launched.backend).cancel(launched.handle)
+            except Exception as error:  # it may well be gone; what it still does counts nowhere
+                logger.warning("attempt %d of replica %d: %s", view.attempt, view.rank, error)
+
+
+def _check_trainer(record: RunRecord, backends: dict[str, list[ReplicaView]]) -> None:
+    """Look for the trainer where local replicas will, or where it was when the run was launched."""
+    here = os.path.isdir(record.directory)
+    if here or "local" in backends:
+        directory = record.directory if here else os.getcwd()
+        check_trainer(record.spec.trainer, record.spec.trainer_args, directory)
+
+
+def _refuse_finished(status: RunStatus) -> None:
+    if status.over or {view.state for view in status.replicas[: status.size]} == {"succeeded"}:
+        raise UsageError(
+            f"{status.run_id} has succeeded; there is nothing to resume",
+            fix="Launch a new run to train further.",
+        )
+
+
+def _refuse(status: RunStatus) -> None:
+    raise UsageError(
+        f"{status.run_id} is {status.state}; no replica of it has ended early",
+        fix="Cancel what should start again, or name ranks with --replica.",
+    )
