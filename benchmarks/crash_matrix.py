@@ -11,7 +11,9 @@ What is checked of each run: the next decision comes within one deadline of the 
 rank is in a decision within two of its restart, a deadline being what the survivors' own rules
 said they would wait for it; one decision per round; every outer step taken anew by hand from the
 contributions gives the same parameters before each round and at the end, where all replicas and the
-exported result have them; and every token was merged once, or died with its process.
+exported result have them; and every token was merged once, or died with its process. A run that
+misses a deadline while the machine is busy with other things, as its own arithmetic shows, is
+repeated; what it missed is in the results too.
 
 The table goes to benchmarks/results/crash_matrix.md, and every kill to crash_matrix.json.
 """
@@ -29,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,7 +44,10 @@ from tripwire import Tripwire
 
 RESULTS = Path(__file__).parent / "results"
 #: Runs that are tried until one of a cell's seed meets its trap.
-TRIES = 4
+TRIES = 8
+#: Who misses a deadline on a machine that is this many times slower than its processors, because
+#: others use them, is given another run.
+BUSY = 2.5
 #: More than a deadline at the pace of these runs.
 LATE_S = 0.5
 
@@ -57,6 +62,9 @@ class Kill:
         next_s: from the kill to the next decision; None: there was none to come.
         back_s: from the restart to the first decision with the new life; None: likewise.
         lost: tokens that died with the process.
+        slowdown: of the machine, by what else it had to do.
+        missed: the fault is a deadline.
+        discarded: what runs before this one missed on a busy machine, and how busy it was.
         fault: what was not as it must be, or "".
     """
 
@@ -71,6 +79,9 @@ class Kill:
     next_s: float | None = None
     back_s: float | None = None
     lost: int = 0
+    slowdown: float = 0.0
+    missed: bool = False
+    discarded: list[str] = field(default_factory=list)
     wall_s: float = 0.0
     fault: str = ""
 
@@ -115,7 +126,11 @@ def _examine(run: ForkedRun, cell: Cell, found: Kill) -> None:
     restarted = run.started[life[0], life[1] + 1]
     found.next_s = _first_after(death["at"], decisions)
     found.back_s = _first_after(restarted, [one for one in decisions if _is_in(one, life)])
-    found.fault = _verdict(found, cell)
+    found.slowdown = round(run.board.slowdown, 2)
+    found.fault = _lateness(found, cell)
+    found.missed = bool(found.fault)
+    if not found.missed:
+        found.fault = _loss(found, cell)
 
 
 def _is_in(decision: Decision, killed: tuple[int, int]) -> bool:
@@ -127,18 +142,39 @@ def _first_after(moment: float, decisions: Sequence[Decision]) -> float | None:
     return min((one.at - moment for one in decisions if one.at > moment), default=None)
 
 
-def _verdict(found: Kill, cell: Cell) -> str:
-    if found.next_s is None or found.back_s is None:
-        return "" if cell.step.is_last else "the run ended without the killed replica"
+def _lateness(found: Kill, cell: Cell) -> str:
+    """What was too late, or ""."""
     # Before the first round, everybody who was launched is waited for.
     limit = found.deadline_s * (2 if cell.step.phase == "start" else 1)
-    if found.next_s > limit:
+    if (found.next_s or 0.0) > limit:
         return f"the next decision took {found.next_s:.2f} s, not {limit:.2f} s"
-    if found.back_s > 2 * found.deadline_s:
+    if (found.back_s or 0.0) > 2 * found.deadline_s:
         return f"back after {found.back_s:.2f} s, not {2 * found.deadline_s:.2f} s"
+    return ""
+
+
+def _loss(found: Kill, cell: Cell) -> str:
+    """What was lost that must not be, or ""."""
+    if (found.next_s is None or found.back_s is None) and not cell.step.is_last:
+        return "the run ended without the killed replica"
     if found.lost > 2 * SYNC_EVERY * TOKENS:
         return f"{found.lost} tokens are lost: more than two rounds' work"
     return ""
+
+
+def examined(cell: Cell, seed: int, directory: Path, *, keep: bool = False) -> Kill:
+    """The run of one cell and seed, again where it tells nothing."""
+    discarded: list[str] = []
+    for again in range(TRIES):
+        # Another seed where nobody came to be in the role, as a random committer may not.
+        found = kill(cell, seed + 1000 * again, directory, keep=keep)
+        while found and found.missed and found.slowdown > BUSY and len(discarded) < TRIES:
+            discarded.append(f"{found.fault} (slowed down {found.slowdown} times)")
+            found = kill(cell, seed + 1000 * again, directory, keep=keep)
+        if found:
+            found.discarded = discarded
+            return found
+    return Kill(str(cell), seed, late=False, fault="nobody came there")
 
 
 # -- the table -----------------------------------------------------------------------------------
@@ -183,10 +219,11 @@ def summary(kills: Sequence[tuple[Cell, Kill]], seconds: float) -> dict[str, Any
         "command": " ".join(["python", *sys.argv]),
         "minutes": round(seconds / 60, 1),
         "kills": len(found),
+        "misses_on_a_busy_machine": sum(len(one.discarded) for one in found),
         "passed": sum(not one.fault for one in found),
         "deadline_s": round(median(one.deadline_s for one in found), 3),
-        "next_decision_s": {"median": round(median(next_s), 3), "worst": round(max(next_s), 3)},
-        "back_s": {"median": round(median(back_s), 3), "worst": round(max(back_s), 3)},
+        "next_decision_s": _figures(next_s, 3),
+        "back_s": _figures(back_s, 3),
         "most_tokens_lost_in_rounds": max(one.lost for one in found) / (SYNC_EVERY * TOKENS),
     }
 
@@ -206,12 +243,7 @@ def main() -> None:
     began = time.monotonic()
     for number, cell in enumerate(one for one in cells() if re.search(options.only, str(one))):
         for seed in seeds:
-            # Another seed where nobody came to be in the role, as a random committer may not.
-            tries = (seed + 1000 * again for again in range(TRIES))
-            found = next(
-                filter(None, (kill(cell, s, options.dir, keep=options.keep) for s in tries)), None
-            )
-            found = found or Kill(str(cell), seed, late=False, fault="nobody came there")
+            found = examined(cell, seed, options.dir, keep=options.keep)
             kills.append((cell, found))
             if found.fault:
                 print(f"{cell}, seed {found.seed}: {found.fault}", file=sys.stderr, flush=True)
@@ -231,7 +263,14 @@ def main() -> None:
 def report(figures: dict[str, Any], kills: Sequence[tuple[Cell, Kill]]) -> str:
     """The page of results."""
     lines = [f"- {name.replace('_', ' ')}: {value}" for name, value in figures.items()]
-    return "\n".join(["# Crash matrix", "", *lines, "", table(kills), ""])
+    missed = [
+        f"- {one.cell}, seed {one.seed}: {what}" for _, one in kills for what in one.discarded
+    ]
+    missed = ["", f"Repeated, as the machine was slowed down more than {BUSY} times:", "", *missed]
+    faults = [f"- {one.cell}, seed {one.seed}: {one.fault}" for _, one in kills if one.fault]
+    faults = ["", "Not passed:", "", *faults] if faults else []
+    parts = ["# Crash matrix", "", *lines, "", table(kills), *faults, *missed, ""]
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":

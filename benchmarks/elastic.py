@@ -23,7 +23,8 @@ from typing import Any, Final
 
 import measured
 
-from diloco_cloud.chaos.referee import Evidence, judge
+from diloco_cloud.chaos.evidence import Evidence
+from diloco_cloud.chaos.referee import judge
 from diloco_cloud.chaos.rehearsal import Fleet, Rehearsal
 from diloco_cloud.chaos.warm import WarmProcessExecutor
 

@@ -114,7 +114,15 @@ class Board:
         #: By rank, as its rules had it after that: how long a round may take, in seconds, until a
         #: replica that died is no longer waited for; and how long one usually takes.
         self.deadline_s = _FORK.RawArray("d", replicas)
+        #: By rank, seconds that its inner steps took, and those that it had a processor for them.
+        self.steps_s = _FORK.RawArray("d", replicas)
+        self.steps_cpu_s = _FORK.RawArray("d", replicas)
         self.round_s = _FORK.RawArray("d", replicas)
+
+    @property
+    def slowdown(self) -> float:
+        """How many times longer the run's own work took than it would on a machine of its own."""
+        return sum(self.steps_s) / max(sum(self.steps_cpu_s), 1e-9)
 
     def process(self, rank: int, attempt: int) -> None:
         """Count the tokens of an inner step."""
@@ -289,23 +297,25 @@ class _Life:
         return End(digest, manager.current_round(), self._attempt)
 
     def _train(self, manager: MockManager) -> None:
-        job = self._job
+        job, board = self._job, self._run.board
         model = job.model(seed=self._rank)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         loop = make_diloco_outer_loop(
             manager, model, optimizer, sync_every=job.sync_every, **job.outer
         )
         with loop:
-            rounds = self._run.board.rounds
-            while loop.schedule_step < rounds.value * job.sync_every:
+            while loop.schedule_step < board.rounds.value * job.sync_every:
                 self._run.companion.on_step(manager)
                 time.sleep(job.pace_s[self._rank])
-                self._run.board.process(self._rank, self._attempt)
+                board.process(self._rank, self._attempt)
                 manager.report(tokens=TOKENS)
+                wall, cpu = time.perf_counter(), time.thread_time()
                 x = torch.randn(4, job.width)
                 optimizer.zero_grad()
                 (model(x) - x.sin()).square().mean().backward()
-                optimizer.step()
+                board.steps_s[self._rank] += time.perf_counter() - wall
+                board.steps_cpu_s[self._rank] += time.thread_time() - cpu
+                optimizer.step()  # which may synchronise
 
     def _open_door(self) -> ObjectStoreAllReduce:
         job = self._job

@@ -28,7 +28,8 @@ from typing import Any, Final
 
 import measured
 
-from diloco_cloud.chaos.referee import Verdict, judge, recoveries
+from diloco_cloud.chaos.evidence import recoveries
+from diloco_cloud.chaos.referee import Verdict, judge
 from diloco_cloud.chaos.rehearsal import Fleet, Rehearsal
 from diloco_cloud.chaos.report import BARRIER_GOODPUT, DECOUPLED_GOODPUT, verdict_json
 from diloco_cloud.chaos.storm import Fault, renewal_kills

@@ -9,55 +9,21 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
 
 from diloco_cloud.chaos.chronicle import Entry
-from diloco_cloud.chaos.storm import Injection
-from diloco_cloud.exchange.commit import DRIFTED, Commit
-
-#: From when to when, in seconds since the epoch by the store's clock.
-Window: TypeAlias = tuple[float, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """What a run left behind.
-
-    Attributes:
-        entries: its decisions, by round.
-        changed: rounds whose decision was changed afterwards.
-        injections: the faults it met.
-        metrics: figures of rounds, as replicas reported them.
-        outcomes: the last words of replicas.
-        manifest: of the exported result.
-        state: that the run ended in.
-    """
-
-    entries: Mapping[int, Entry]
-    changed: frozenset[int] = frozenset()
-    injections: Sequence[Injection] = ()
-    metrics: Sequence[Mapping[str, Any]] = ()
-    outcomes: Sequence[Mapping[str, Any] | None] = ()
-    manifest: Mapping[str, Any] | None = None
-    state: str = "succeeded"
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """What became of a killed replica.
-
-    Attributes:
-        survivors_s: seconds until the others committed the next round.
-        back_s: seconds until a new life of it was in one; None: never.
-    """
-
-    rank: int
-    attempt: int
-    survivors_s: float | None
-    back_s: float | None
+from diloco_cloud.chaos.evidence import (
+    Evidence,
+    Recovery,
+    Window,
+    is_committed,
+    recoveries,
+    states,
+)
+from diloco_cloud.chaos.rules import violations
+from diloco_cloud.exchange.commit import Commit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +93,7 @@ def judge(evidence: Evidence, window: Window) -> Verdict:
     """
     start, end = window
     entries = [evidence.entries[round_] for round_ in sorted(evidence.entries)]
-    inside = [e.commit for e in entries if start <= e.time <= end and _is_committed(e.commit)]
+    inside = [e.commit for e in entries if start <= e.time <= end and is_committed(e.commit)]
     breadths = [len(commit.contributors) for commit in inside]
     faults = [one for one in evidence.injections if start <= one.time <= end]
     ranks = sorted({one.rank for commit in inside for one in commit.contributors})
@@ -140,12 +106,9 @@ def judge(evidence: Evidence, window: Window) -> Verdict:
         recoveries=tuple(recoveries(faults, entries)),
         faults=dict(Counter(x.fault.kind for x in faults if x.attempt is not None)),
         exclusions=dict(Counter(x.reason for e in entries for x in e.commit.excluded)),
-        states=sum(len(told) > 1 for told in _states(evidence).values()),
-        violations=tuple(_violations(evidence, entries)),
+        states=sum(len(told) > 1 for told in states(evidence).values()),
+        violations=tuple(violations(evidence, entries)),
     )
-
-
-# -- measuring -------------------------------------------------------------------------------------
 
 
 def _progress(entries: Sequence[Entry], worth: Callable[[Commit], float], window: Window) -> float:
@@ -153,7 +116,7 @@ def _progress(entries: Sequence[Entry], worth: Callable[[Commit], float], window
     total = 0.0
     for before, after in itertools.pairwise(entries):
         start, end = max(before.time, window[0]), min(after.time, window[1])
-        if _is_committed(after.commit) and after.time > before.time:
+        if is_committed(after.commit) and after.time > before.time:
             part = max(0.0, end - start) / (after.time - before.time)
             total += part * worth(after.commit)
     return total
@@ -163,133 +126,6 @@ def _tokens_of(rank: int) -> Callable[[Commit], float]:
     return lambda commit: sum(one.tokens for one in commit.contributors if one.rank == rank)
 
 
-def recoveries(injections: Sequence[Injection], entries: Sequence[Entry]) -> Iterator[Recovery]:
-    """What became of each killed replica.
-
-    Args:
-        injections: of any faults.
-        entries: decisions, oldest first.
-    """
-    for one in injections:
-        if one.fault.kind != "kill" or one.attempt is None:
-            continue
-        rank, attempt = one.fault.rank, one.attempt
-        later = [e for e in entries if e.time > one.time and _is_committed(e.commit)]
-        back = next((e.time for e in later if _has_newer_life(e.commit, rank, attempt)), None)
-        yield Recovery(
-            rank,
-            attempt,
-            later[0].time - one.time if later else None,
-            None if back is None else back - one.time,
-        )
-
-
-def _has_newer_life(commit: Commit, rank: int, attempt: int) -> bool:
-    return any(one.rank == rank and one.attempt > attempt for one in commit.contributors)
-
-
-def _is_committed(commit: Commit) -> bool:
-    return commit.decision == "commit"
-
-
 def _median(values: Iterator[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
-
-
-# -- what must never be ----------------------------------------------------------------------------
-
-
-def _violations(evidence: Evidence, entries: Sequence[Entry]) -> Iterator[str]:
-    if evidence.state != "succeeded":
-        yield f"the run ended as {evidence.state}"
-    for round_ in sorted(evidence.changed):
-        yield f"round {round_} was decided twice"
-    for one in recoveries(evidence.injections, entries):
-        if one.back_s is None:
-            yield f"replica {one.rank} was killed (attempt {one.attempt}) and never came back"
-    yield from _gaps(entries)
-    for before, after in itertools.pairwise([None, *(e.commit for e in entries)]):
-        assert after is not None
-        yield from _misfits(before, after)
-    yield from _contradictions(evidence)
-    yield from _final_differences(evidence)
-
-
-def _gaps(entries: Sequence[Entry]) -> Iterator[str]:
-    if not entries:
-        yield "no round was decided"
-    rounds = {entry.commit.round for entry in entries}
-    for round_ in sorted(set(range(max(rounds, default=-1) + 1)) - rounds):
-        yield f"the decision of round {round_} was never seen"
-
-
-def _misfits(before: Commit | None, commit: Commit) -> Iterator[str]:
-    """How a decision contradicts itself or the one before it."""
-    here = f"round {commit.round}"
-    for excluded in commit.excluded:
-        if excluded.reason == DRIFTED:
-            yield f"{here}: replica {excluded.rank}'s parameters were not the others'"
-    ledger = {entry.rank: entry for entry in commit.ledger}
-    for entry in commit.ledger:
-        if entry.balance:
-            yield f"{here}: {entry.balance} tokens of replica {entry.rank} have no fate"
-    if before is None or before.fragment != commit.fragment or before.round + 1 != commit.round:
-        return
-    lives = {one.rank: one.attempt for one in commit.standings}
-    for one in before.standings:
-        if lives.get(one.rank, -1) < one.attempt:
-            yield f"{here}: an earlier life of replica {one.rank} was heard again"
-    if _is_committed(before) and _is_committed(commit) and before.base == commit.base:
-        yield f"{here}: the round before it was not applied"
-    if _is_committed(before):
-        past = {entry.rank: entry.merged for entry in before.ledger}
-        tokens = {one.rank: one.tokens for one in commit.contributors}
-        for rank, entry in ledger.items():
-            if entry.merged != past.get(rank, 0) + tokens.get(rank, 0):
-                yield f"{here}: replica {rank}'s merged tokens are not its contributions'"
-
-
-def _contradictions(evidence: Evidence) -> Iterator[str]:
-    """Where a replica saw another round than was decided."""
-    for seen in evidence.metrics:
-        entry = evidence.entries.get(seen["round"])
-        if entry is None:
-            yield f"a replica was in round {seen['round']}, which nobody decided"
-            continue
-        commit = entry.commit
-        decided = (commit.base, commit.decision, len(commit.contributors))
-        if seen["decision"] == "commit" and decided != (
-            seen["base"],
-            seen["decision"],
-            seen["participants"],
-        ):
-            yield f"a replica saw another round {commit.round} than was decided"
-
-    for step, told in _states(evidence).items():
-        if len(set(told.values())) > 1:
-            yield f"replicas had different parameters after outer step {step}"
-
-
-def _states(evidence: Evidence) -> Mapping[int, Mapping[tuple[int, int], float]]:
-    """By outer step and life: the digest of the parameters after it, as its metrics tell."""
-    states: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)
-    for seen in evidence.metrics:
-        if "val_state" in seen:
-            states[int(seen["val_step"])][seen["rank"], seen["attempt"]] = seen["val_state"]
-    return states
-
-
-def _final_differences(evidence: Evidence) -> Iterator[str]:
-    ended = [one for one in evidence.outcomes if one is not None and one["state"] == "succeeded"]
-    last = max((one["round"] for one in ended), default=None)
-    digests = {one["digest"] for one in ended if one["round"] == last}
-    if len(digests) > 1:
-        yield f"replicas ended round {last} with {len(digests)} different parameters"
-    manifest = evidence.manifest
-    if manifest is not None and manifest.get("round") == last:
-        digests.add(manifest["digest"])
-        if len(digests) > 1:
-            yield "the result is not what the replicas ended with"
-    elif evidence.state == "succeeded":
-        yield "there is no result of the last round"

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from diloco_cloud.chaos import LAST_STEP
 from diloco_cloud.chaos.chronicle import Chronicle
+from diloco_cloud.chaos.evidence import Evidence, Window
 from diloco_cloud.chaos.records import BACKEND_NAME, WarmReplica
-from diloco_cloud.chaos.referee import Evidence, Window
 from diloco_cloud.chaos.storm import Fault, Injection, Storm
 from diloco_cloud.chaos.warm import WarmProcessExecutor
 from diloco_cloud.errors import DilocoError, ExchangeError

@@ -98,8 +98,8 @@ def train(
         sync_every=sync_every,
         model=model,
     )
-    exchange = manager.store.exchange
     if lose > 0:
+        exchange = manager.store.exchange
         lossy = LossyUploads(exchange.store, rank=rank, world_size=world_size, part=lose, seed=seed)
         exchange.store = cast(ObjectStore, lossy)
     pace = Pace(step_s * (slow or {}).get(str(rank), 1.0))
@@ -109,6 +109,7 @@ def train(
     first = step
     with outer:
         while outer.schedule_step < end.step * sync_every:
+            pace.begin()
             contexts, following = language.batch(batch_size, seed=batch_seed(seed, rank, step))
             optimizer.zero_grad()
             loss = functional.cross_entropy(model(contexts), following)
@@ -130,21 +131,25 @@ def train(
 
 
 class Pace:
-    """Makes steps take their time, as far as they have not.
+    """Makes steps take their time; what is done between two steps is not part of either.
 
     Args:
-        step_s: seconds from one step to the next; 0: no pause.
+        step_s: seconds of a step; 0: as long as it takes.
     """
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
         self._began = time.monotonic()
 
-    def wait(self) -> None:
-        """Wait for the end of the step; what came too late is not made up for."""
-        if self._step_s > 0:
-            time.sleep(max(0.0, self._began + self._step_s - time.monotonic()))
+    def begin(self) -> None:
+        """A step begins."""
         self._began = time.monotonic()
+
+    def wait(self) -> None:
+        """Wait for the end of the step; one that took too long is not made up for."""
+        left = self._began + self._step_s - time.monotonic()
+        if left > 0:
+            time.sleep(left)
 
 
 class _End:

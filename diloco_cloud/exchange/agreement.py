@@ -68,7 +68,7 @@ class Watch:
         return self.waited_s >= self.timeout_s
 
     def pause(self, at_most_s: float | None = None) -> None:
-        longest = min(self.longest_s, max(self.timeout_s - self.waited_s, 0.0))
+        longest = min(self.longest_s, max(self.timeout_s - self.waited_s, self.shortest_s))
         if at_most_s is not None:
             longest = min(longest, max(at_most_s, self.shortest_s))
         self.clock.sleep(min(max(self.waited_s / 10, self.shortest_s), longest))
@@ -162,7 +162,7 @@ class Agreement:
         while True:
             self.seen = seen = self._look()
             if seen.decided:
-                return self._read()
+                return self._undisputed(self._read())
             if self._is_complete(seen, watch):
                 commit = self._create(seen)
                 if commit is not None:
@@ -295,10 +295,17 @@ class Agreement:
         try:
             self.store.create(keys.commit(self.round, self.fragment), commit.encode())
         except AlreadyExistsError:
-            return self._read()
+            commit = self._read()
+        return self._undisputed(commit)
+
+    def _undisputed(self, commit: Commit) -> Commit:
+        """``commit``, unless another may have been made and deleted before it.
+
+        A process that stands still before its create, until the round has been decided by others
+        and deleted, makes a second decision; so it, and whoever reads that, must not go by it. If
+        it was no second one after all, the ledger will tell that this replica's work counted.
+        """
         if not self.membership.is_strict and newer_snapshots(self.store, self.round) > 1:
-            # This process stood still before its create, and the round may have been decided by
-            # others, and deleted, meanwhile. If not, the ledger will tell that it counted.
             raise MissedRoundError(f"round {self.round} may have been decided before")
         return commit
 

@@ -27,6 +27,9 @@ Plan: TypeAlias = Literal["all-gather", "sharded"]
 DRIFTED: Final = "taken against other global parameters than the rest"
 #: Below this payload a second trip through the store costs more than reading everything.
 SHARDED_FROM_BYTES = 8 * 2**20
+#: For two, shards move no fewer bytes, but with them a damaged contribution is found before anybody
+#: applies the round; smaller ones are read, and so checked, before the decision.
+SHARDED_FOR_TWO_FROM_BYTES = 16 * 2**20
 #: A token that is k rounds late weighs 1 / (1 + 0.25 k) of one that is not (the best of the values
 #: that fsb_decoupled_diloco tried; it rejects nothing, as rejecting cost it a quarter of the work).
 STALENESS_DISCOUNT: Final = 0.25
@@ -379,9 +382,8 @@ def _mismatch(layouts: Mapping[int, str]) -> str:
 def _plan(reduction: str, contributors: int, header: Header) -> dict[str, Any]:
     """Which plan moves fewer bytes: (N-1)S down, or 2S(N-1)/N down and S/N more up."""
     shards = min(contributors, header.chunks)
-    sharded = reduction == "sharded" or (
-        reduction == "auto" and contributors > 2 and header.nbytes >= SHARDED_FROM_BYTES
-    )
+    least = SHARDED_FROM_BYTES if contributors > 2 else SHARDED_FOR_TWO_FROM_BYTES
+    sharded = reduction == "sharded" or (reduction == "auto" and header.nbytes >= least)
     if sharded and shards > 1:
         return {"plan": "sharded", "shards": shards}
     return {"plan": "all-gather", "shards": 0}

@@ -220,7 +220,8 @@ class Membership:
             return len(there)
         if self.quorum is None:
             return max(1, -(-len(there) // 2))
-        known = set(range(self.world_size)) | history.standings.keys()
+        # Not those of a run that has been resumed with fewer.
+        known = set(range(self.world_size)) | there
         return min(self.quorum, len(known - set(history.finished) - seen.leaving))
 
     # -- waiting -------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ PARALLEL_READS = 8
 #: What a header may make a reader allocate, whatever it says of itself.
 _LONGEST_HEADER = 64 * 2**20
 #: Bytes of contributions that are kept from before a decision until they are averaged.
-KEEP_BYTES = 16 * 2**20
+KEEP_BYTES = 16 * 2**20  # SHARDED_FOR_TWO_FROM_BYTES is the same
 
 
 @dataclass

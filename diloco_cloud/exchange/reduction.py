@@ -223,6 +223,9 @@ class Reducer:
         start, stop = self._shard_span(shard)
         signer = self.payloads.signer
         header, _ = read_header(self.store, info, stop - start, self.commit.chunk_bytes, signer)
+        commit = self.commit
+        if header.place != (commit.run, commit.round, commit.fragment, shard, 0):
+            raise CorruptContributionError(f"{info.key}: another shard's, or another round's")
         if (header.kind, header.layout) == ("void", self.commit.digest):
             raise NoMeanError(header.note)
         if (header.kind, header.layout, header.nbytes) != ("sum", self.commit.digest, stop - start):

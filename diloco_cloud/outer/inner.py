@@ -6,7 +6,8 @@ A replica writes one before each contribution, in the thread that contributes: i
 random states, position in its data, and the local parameters where they are not the global ones
 (several fragments, a delayed merge, or one that keeps a part of them). A decision that names a
 contribution is therefore one that a checkpoint exists for, whatever died when; a new life that
-joins right after it takes over from there (docs/decisions/0011).
+joins right after it takes over from there (docs/decisions/0011). A replica that hands over, whose
+time is short, contributes first.
 
 What it costs: the optimizer's state, two tensors per parameter for AdamW, goes to the store each
 round ahead of the pseudo-gradient, and is copied once in memory. Two rounds are kept per rank.

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds that the end of a life gives its last word to the others.
 _LAST_WORD_S = 3.0
+#: Heartbeats that a replica which has finished gives the others to finish too.
+_LAST_BEATS = 4.0
 
 
 class Participant:
@@ -278,10 +280,24 @@ class Participant:
         self._left = True
         if self._inner is not None:
             self._inner.clear()
-        if self._exchange.still_going(self._round, self._turn) - {self.rank} or not states:
-            return
-        if exported_round(self.prefix) != self._round:
+        if states and self._is_last():
             export(self.prefix, states, round_=self._round, step=self._step)
+
+    def _is_last(self) -> bool:
+        """Whether the result is this replica's to write: nobody else is left who will.
+
+        One that dies while it finishes is noticed some heartbeats later, so that is waited for;
+        who trains on for longer than that writes the result itself.
+        """
+        rules, clock = self._exchange.membership, self._exchange.clock
+        until = clock.now() + (0.0 if rules.is_strict else _LAST_BEATS * rules.heartbeat_s)
+        while (exported_round(self.prefix) or -1) < self._round:
+            if not self._exchange.still_going(self._round, self._turn) - {self.rank}:
+                return True
+            if clock.now() >= until:
+                return False
+            clock.sleep(min(self._exchange.poll_interval_s, rules.heartbeat_s))
+        return False
 
     def _depart(self) -> None:
         """Tell the others not to wait; a store that cannot be reached does not hold up the end."""

@@ -42,17 +42,20 @@ def exported_round(store: ObjectStore) -> int | None:
 
 
 def export(store: ObjectStore, states: Sequence[FragmentState], *, round_: int, step: int) -> None:
-    """Write the weights, and last the manifest.
+    """Write the weights, and last the manifest, unless there is a later round's.
 
-    Several replicas may do this at once; they write the same bytes.
+    Several replicas may do this at once; for one round they write the same bytes.
     """
     tensors = {
         name: parameter
         for state in states
         for name, parameter in zip(state.names, state.parameters, strict=True)
     }
+    data = save(tensors, metadata={"format": "pt"}) if tensors else b""
+    if (exported_round(store) or -1) > round_:
+        return
     if tensors:
-        store.put(keys.MODEL, save(tensors, metadata={"format": "pt"}))
+        store.put(keys.MODEL, data)
     files = [info.key for info in store.list(keys.RESULT) if info.key != keys.RESULT_MANIFEST]
     manifest = {
         "digest": global_digest(states),

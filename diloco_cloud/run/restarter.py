@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from diloco_cloud import keys
-from diloco_cloud.errors import LaunchError, ThrottledError, UnreachableError, UsageError
+from diloco_cloud.errors import (
+    ExpiredCredentialsError,
+    LaunchError,
+    ThrottledError,
+    UnreachableError,
+    UsageError,
+)
 from diloco_cloud.run.executors import Executors
 from diloco_cloud.run.intents import Start, announce
 from diloco_cloud.run.lives import Life, read_lives
@@ -182,7 +188,7 @@ class Restarter:
             attempt = self._start_or_raise(restart, size)
         except (LaunchError, UsageError) as error:  # recorded, for the next look to read
             return self._event("refused", f"replica {rank} was not started: {error.message}", rank)
-        except (UnreachableError, ThrottledError) as error:
+        except (UnreachableError, ThrottledError, ExpiredCredentialsError) as error:
             return self._event("trouble", f"replica {rank} was not started: {error.message}", rank)
         if attempt is None:
             return None

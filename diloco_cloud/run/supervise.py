@@ -17,7 +17,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from diloco_cloud import keys
-from diloco_cloud.errors import StoreError, ThrottledError, UnreachableError
+from diloco_cloud.errors import (
+    ExpiredCredentialsError,
+    StoreError,
+    ThrottledError,
+    UnreachableError,
+)
 from diloco_cloud.run.executors import Executors
 from diloco_cloud.run.observe import Observer
 from diloco_cloud.run.preflight import check_environment
@@ -128,7 +133,7 @@ class Supervisor:
             try:
                 status = self._observer.observe()
                 more = self.look(status)
-            except (UnreachableError, ThrottledError) as error:  # the replicas may well reach it
+            except (UnreachableError, ThrottledError, ExpiredCredentialsError) as error:
                 text = f"the store cannot be reached: {error.message}"
                 self._on_event(Event(kind="trouble", time=self._clock(), text=text))
                 self._sleep(interval)

@@ -76,12 +76,13 @@ def test_a_run_without_length_ends_at_the_word() -> None:
 def test_pace_waits_for_what_is_left_and_makes_up_for_nothing() -> None:
     pace = Pace(0.05)
     began = time.monotonic()
-    pace.wait()
-    time.sleep(0.08)  # a step that took too long
-    pace.wait()
-    pace.wait()
+    for work_s in (0.0, 0.08, 0.0):  # the second takes too long
+        pace.begin()
+        time.sleep(work_s)
+        pace.wait()
     assert time.monotonic() - began >= 0.05 + 0.08 + 0.05
     unpaced = Pace(0.0)
+    unpaced.begin()
     began = time.monotonic()
     unpaced.wait()
     assert time.monotonic() - began < 0.05

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from diloco_cloud.chaos.chronicle import Chronicle, Entry
-from diloco_cloud.chaos.referee import Evidence, judge
+from diloco_cloud.chaos.evidence import Evidence
+from diloco_cloud.chaos.referee import judge
 from diloco_cloud.chaos.storm import Fault, Injection
 from diloco_cloud.exchange.commit import DRIFTED, Commit, Exclusion, decide
 from diloco_cloud.exchange.contribution import Header

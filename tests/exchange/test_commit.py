@@ -107,7 +107,8 @@ def test_what_cannot_be_read_is_left_out(change: dict[str, object], reason: str)
 @pytest.mark.parametrize(
     ("ranks", "nbytes", "reduction", "plan"),
     [
-        (2, 64 * 2**20, "auto", "all-gather"),
+        (2, 64 * 2**20, "auto", "sharded"),
+        (2, 12 * 2**20, "auto", "all-gather"),
         (3, 64 * 2**20, "auto", "sharded"),
         (8, 2**20, "auto", "all-gather"),
         (2, 64 * 2**20, "sharded", "sharded"),

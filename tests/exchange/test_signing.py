@@ -215,6 +215,26 @@ def test_a_forged_commit_is_refused_by_name(
         assert "not signed" in str(error) or "belongs to another" in str(error)
 
 
+def test_a_signed_sum_in_another_shards_place_is_reduced_anew(name: str) -> None:
+    """Whoever can write to the prefix can copy what is signed."""
+
+    class Copier(MemoryStore):
+        def create(self, key: str, data: Any) -> None:
+            super().create(key, data)
+            if key == keys.shard(0, 0, 0):
+                super().put(keys.shard(0, 0, 1), super().get(key))
+
+    def work(rank: int) -> list[float]:
+        own = exchange(name, rank, quorum=2, reduction="sharded", store=Copier(name))
+        result = own.exchange(0, 0, [torch.arange(64.0)], Work())
+        assert result.tensors is not None
+        return [float(value) for value in result.tensors[0]]
+
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(work, range(2)):
+            assert found == [float(i) for i in range(64)]
+
+
 @pytest.mark.parametrize("kind", ["sum", "void"])
 def test_a_forged_sum_is_replaced_by_ones_own(name: str, kind: str) -> None:
     """It names the right commit, as anybody can who reads it, and comes before its owner's."""
