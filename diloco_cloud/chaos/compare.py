@@ -13,6 +13,7 @@ from diloco_cloud.chaos.rehearsal import Fleet, Rehearsal
 from diloco_cloud.chaos.report import Report
 from diloco_cloud.chaos.storm import poisson_storm
 from diloco_cloud.chaos.warm import WarmProcessExecutor
+from diloco_cloud.run.preflight import check_environment
 
 #: ft-diloco's: of 32 replicas in an hour.
 FAULTS_PER_REPLICA_HOUR: Final = 90 / 32
@@ -81,9 +82,11 @@ def rehearse(
         say: told what happens, a line at a time.
 
     Raises:
+        MissingDependencyError: torch or torchft is not installed.
         ExchangeError: the replicas do not come together.
     """
     fleet = settings.fleet()
+    check_environment(fleet.spec("calm"), backend="local")
     rate = settings.faults_per_hour
     faults = poisson_storm(
         seed=settings.seed,

@@ -29,7 +29,8 @@ class WarmPool:
         os.close(descriptor)
         self._pipe, theirs = multiprocessing.Pipe()
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-        with theirs, open(state_dir / "zygote.log", "ab") as log:
+        self._log = state_dir / "zygote.log"
+        with theirs, self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "diloco_cloud.chaos.zygote"),
@@ -79,8 +80,10 @@ class WarmPool:
                 raise LaunchError(f"the warm process said nothing for {timeout:.0f} s")
             answer: dict[str, Any] = json.loads(self._pipe.recv_bytes())
         except (EOFError, OSError) as error:
+            lines = self._log.read_text(errors="replace").splitlines()
+            why = lines[-1] if lines else "without a word"
             raise LaunchError(
-                "the warm process has ended", fix="Its log is zygote.log in the state directory."
+                f"the warm process has ended: {why}", fix=f"Its log is {self._log}."
             ) from error
         if "error" in answer:
             raise LaunchError(f"a replica did not start: {answer['error']}")

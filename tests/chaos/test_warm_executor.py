@@ -164,7 +164,7 @@ def test_modules_are_there_before_the_fork(tmp_path: Path) -> None:
 def test_a_zygote_that_cannot_import_is_a_launch_error(tmp_path: Path) -> None:
     with (
         WarmProcessExecutor(tmp_path, preload=["no_such_module"]) as executor,
-        pytest.raises(LaunchError, match="has ended"),
+        pytest.raises(LaunchError, match=r"has ended: ModuleNotFoundError: .*no_such_module"),
     ):
         start(executor, "sleep")
     assert "no_such_module" in (tmp_path / "zygote.log").read_text()
