@@ -26,6 +26,8 @@ _SHORTEST_ROUND_S: Final = 2.0
 #: What a run has at life's speed, in seconds; a storm goes by faster.
 _HEARTBEAT_S: Final = 5.0
 _SUPERVISION_S: Final = 3.0
+#: Until a process that has torch to import does something.
+_START_S: Final = 5.0
 _SHORTEST_LOOK_S: Final = 0.1
 
 
@@ -96,7 +98,8 @@ def rehearse(
         scale=settings.scale,
     )
     verdicts = []
-    with WarmProcessExecutor(Path(directory, "processes")) as executor:
+    start_s = _START_S / settings.scale
+    with WarmProcessExecutor(Path(directory, "processes"), start_s=start_s) as executor:
         say("importing torch")
         executor.warm_up()
         for name, seconds, storm in (

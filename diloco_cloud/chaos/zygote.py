@@ -170,6 +170,7 @@ class Zygote:
         os.environ.clear()
         os.environ.update(order["environment"])
         sys.path[:] = order["sys_path"]
+        time.sleep(order["start_s"])
         _run(order, directory)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
+
+from diloco_cloud.exchange.work import Work
 from diloco_cloud.outer.progress import Mark
 
 _START = Mark()
@@ -118,6 +121,26 @@ class Accounts:
                 carried=Mark(one["carried"]),
                 staleness=one["staleness"],
             )
+
+
+def at_usual_length(
+    tensors: list[torch.Tensor], work: Work, usual_steps: int
+) -> list[torch.Tensor]:
+    """A pseudo-gradient with late work in it, as long as one of a usual number of inner steps.
+
+    The outer learning rate and momentum are chosen for pseudo-gradients of that many steps. One of
+    several rounds' work is several times longer, and momentum multiplies that (measured: half of
+    all contributions lost, perplexity 15 % above that of a run without losses; scaled, 2 %).
+    FedNova (arXiv:2007.04481, section 4) normalises by local steps for the same reason.
+
+    Args:
+        tensors: of the fragment, any floating dtype; not written.
+        work: what they stand for.
+        usual_steps: inner steps of a contribution that missed no round.
+    """
+    if work.staleness == 0 or work.inner_steps <= usual_steps:
+        return tensors
+    return [tensor * (usual_steps / work.inner_steps) for tensor in tensors]
 
 
 def _sum(one: Mark, other: Mark) -> Mark:

@@ -105,10 +105,15 @@ class Lookout:
 
     @property
     def _period_s(self) -> float:
+        passed_s = self.exchange.clock.now() - self._opened_at
         round_s = self.exchange.membership.round_s
+        early_s = 0.0
         if round_s is None:
-            return self.exchange.poll_interval_s
-        early_s = self._opened_at + _FIRST_LOOK * round_s - self.exchange.clock.now()
+            # A new life comes into the middle of a round, whose end may be near: if it looked too
+            # late, and trained for all of its own round meanwhile, it would miss one after another.
+            round_s = passed_s + self._remaining_s
+        else:
+            early_s = _FIRST_LOOK * round_s - passed_s
         usual_s = min(max(_PAUSE * round_s, _SHORTEST_S), self.exchange.poll_interval_s)
         return max(early_s, usual_s)
 

@@ -101,7 +101,9 @@ class OuterLoop(DiLoCo):  # type: ignore[misc]  # torchft ships no types
         #: Whether the state came from the store, rather than from an earlier loop in this process.
         self.joined: bool = not self._manager.fragments.take_over()
         self._manager.loop = self
-        self._manager.overlap(self._fragment_sync_delay)
+        self._manager.pace(
+            steps=self.interval * len(self._fragments), overlap=self._fragment_sync_delay
+        )
         if self.joined:
             join(self._manager, self)
             self._manager.begin_anew()

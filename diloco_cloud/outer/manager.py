@@ -27,6 +27,7 @@ from diloco_cloud.errors import (
 from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
 from diloco_cloud.exchange.layout import digest_tensors
 from diloco_cloud.exchange.work import RoundResult, Work
+from diloco_cloud.outer.accounts import at_usual_length
 from diloco_cloud.outer.hand_over import HandedOver
 from diloco_cloud.outer.inner import HasLocalState
 from diloco_cloud.outer.participant import Participant
@@ -101,6 +102,7 @@ class MockManager(Participant):
         self.loop: CatchesUp | None = None
         self._exchange.waiting_for = self._waiting_for
         self._discards = 0
+        self._usual_steps = 0
         self._usage = door.usage
 
     # -- what torchft calls --------------------------------------------------------------------
@@ -267,9 +269,9 @@ class MockManager(Participant):
 
     # -- what the outer loop calls -------------------------------------------------------------
 
-    def overlap(self, steps: int) -> None:
-        """Say that every exchange runs beside so many inner steps."""
-        self._lookout.overlap_steps = steps
+    def pace(self, *, steps: int, overlap: int) -> None:
+        """Say how many inner steps a fragment's contribution has, and an exchange runs beside."""
+        self._usual_steps, self._lookout.overlap_steps = steps, overlap
 
     def closing(self, steps_left: int) -> bool:
         """Whether to contribute now, ``steps_left`` inner steps early; asked after every step."""
@@ -298,10 +300,12 @@ class MockManager(Participant):
                 raise MissedRoundError(f"round {round_} was decided without this replica")
             work, names = prepare(tensors)
             write_inner(work.base)
+            tensors = at_usual_length(tensors, work, self._usual_steps)
             return self._exchange.exchange(round_, index, tensors, work, names=names)
 
         def contribute(tensors: list[torch.Tensor]) -> None:
             work, names = prepare(tensors)
+            tensors = at_usual_length(tensors, work, self._usual_steps)
             self._exchange.contribute(round_, index, tensors, work, names=names)
             write_inner(work.base)  # Last: a process that is to end may not get so far.
 

@@ -161,6 +161,14 @@ def test_modules_are_there_before_the_fork(tmp_path: Path) -> None:
     assert result["result"] == ["numpy"]
 
 
+def test_a_slow_start_can_be_had(tmp_path: Path) -> None:
+    with WarmProcessExecutor(tmp_path, preload=(), start_s=0.3) as executor:
+        executor.warm_up()
+        began = time.monotonic()
+        executor.collect([start(executor, "speak")], timeout=PATIENCE)
+        assert time.monotonic() - began >= 0.3
+
+
 def test_a_zygote_that_cannot_import_is_a_launch_error(tmp_path: Path) -> None:
     with (
         WarmProcessExecutor(tmp_path, preload=["no_such_module"]) as executor,

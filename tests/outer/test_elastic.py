@@ -213,8 +213,10 @@ def test_growing_and_shrinking_in_mid_run() -> None:
 def test_another_replica_defines_the_start_where_replica_0_never_comes() -> None:
     fleet = Fleet(FOUR, pace_s=PACE, join_timeout_s=0.3, start_s={0: 1.0})
     fleet.run()
-    (first,) = {key for key in fleet.stored if key.startswith("state/00000000/0.")}
-    assert not first.startswith("state/00000000/0.0000")
+    # Several may come to it at once; the manifest then names one.
+    starts = {key for key in fleet.stored if key.startswith("state/00000000/0.")}
+    assert starts
+    assert not any(key.startswith("state/00000000/0.0000") for key in starts)
     assert breadth(fleet)[-1] == 4
 
 

@@ -1,0 +1,49 @@
+"""How often the open round is looked at."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco_cloud.exchange.membership import Membership
+from diloco_cloud.exchange.rounds import RoundExchange
+from diloco_cloud.outer.lookout import Lookout
+from diloco_cloud.store.memory import MemoryStore
+
+
+class StillClock:
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def now(self) -> float:
+        return self.at
+
+    def sleep(self, seconds: float) -> None:
+        self.at += seconds
+
+
+def lookout(clock: StillClock) -> Lookout:
+    exchange = RoundExchange(MemoryStore("t"), "run", 0, 2, clock=clock)  # type: ignore[arg-type]
+    exchange.membership = Membership(2, quorum=None)
+    return Lookout(exchange)
+
+
+def test_a_new_life_looks_often_while_its_own_round_would_be_short() -> None:
+    """It knows of no round's length, and short rounds end before a second has passed."""
+    clock = StillClock()
+    watcher = lookout(clock)
+    for _ in range(3):
+        watcher.step(5, 0, steps_left=80)
+        clock.at += 0.05
+    watcher.close()
+    assert watcher.exchange.membership.round_s is None
+    assert watcher._period_s == pytest.approx(0.02 * (0.15 + 80 * 0.05))
+
+
+def test_a_new_life_in_a_long_round_looks_once_a_poll_interval() -> None:
+    clock = StillClock()
+    watcher = lookout(clock)
+    for _ in range(3):
+        watcher.step(5, 0, steps_left=500)
+        clock.at += 1.0
+    watcher.close()
+    assert watcher._period_s == watcher.exchange.poll_interval_s
