@@ -266,7 +266,9 @@ def report(figures: dict[str, Any], kills: Sequence[tuple[Cell, Kill]]) -> str:
     missed = [
         f"- {one.cell}, seed {one.seed}: {what}" for _, one in kills for what in one.discarded
     ]
-    missed = ["", f"Repeated, as the machine was slowed down more than {BUSY} times:", "", *missed]
+    if missed:
+        head = f"Repeated, as the machine was slowed down more than {BUSY} times:"
+        missed = ["", head, "", *missed]
     faults = [f"- {one.cell}, seed {one.seed}: {one.fault}" for _, one in kills if one.fault]
     faults = ["", "Not passed:", "", *faults] if faults else []
     parts = ["# Crash matrix", "", *lines, "", table(kills), *faults, *missed, ""]
