@@ -10,7 +10,7 @@ PIP_VERSION := 26.3
 # index serves the CUDA build; for the CPU build name PyTorch's CPU index in PIP_EXTRA_INDEX_URL.
 TORCH_VERSION := 2.13.0
 DEMO_EXTRAS := diloco,plot
-TEST_EXTRAS := diloco,fsspec,plot,s3,train
+TEST_EXTRAS := diloco,fsspec,hf,modal,plot,s3,sagemaker,train
 
 PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt
 INPUTS := pyproject.toml constraints.txt Makefile

@@ -17,14 +17,15 @@ ROUNDS, DEADLY = 10, range(2, 7)
 
 ALL: tuple[Role, ...] = ("plain", "committer", "owner", "writer")
 OWNERS: tuple[Role, ...] = ("owner", "committer", "writer")
+NOT_OWNER: tuple[Role, ...] = ("plain", "committer", "writer")
 NOT_COMMITTER: tuple[Role, ...] = ("plain", "owner", "writer")
-ROUND, STATE = r"rounds/\d+\.0/", r"state/\d+/"
+ROUND, STREAM, STATE = r"rounds/\d+\.0/", r"rounds/\d+\.0\.stream/", r"state/\d+/"
 INITIAL, LATER = r"state/0+/", r"state/0*[1-9]\d*/"
 MANIFEST, TENSORS = r"manifest\.json", r".*\.safetensors"
 
 _start = partial(Step, "start", behind="nothing")
 _agree = partial(Step, "agree", behind="contribution")
-_reduce = partial(Step, "reduce", behind="decision")
+_stream = partial(Step, "reduce", sharded=True)
 _snapshot = partial(Step, "snapshot", who="writer")
 _collect = partial(Step, "collect garbage", who="writer")
 _join = partial(Step, "join", behind="nothing", lives=2, who="joiner")
@@ -36,13 +37,18 @@ STEPS = (
     _start("create manifest", "create", INITIAL + MANIFEST, who="replica 0"),
     _start("read state", "get", INITIAL + TENSORS),
     _start("put join", "put", ROUND + "join/.*"),
+    Step("contribute", "create opening", "create", STREAM + "open/.*", ALL, sharded=True),
+    Step("contribute", "create part", "create", STREAM + "part/.*", ALL, sharded=True),
     CONTRIBUTE,
     _agree("list", "list", ROUND, ALL),
     _agree("create commit", "create", ROUND + "commit", ("any", "owner"), who="committer"),
     _agree("get commit", "get", ROUND + "commit", NOT_COMMITTER),
-    _reduce("read contribution", "get_range", ROUND + "put/.*", ALL),
-    _reduce("create sum", "create", ROUND + "sum/.*", OWNERS, sharded=True),
-    _reduce("read sum", "get_range", ROUND + "sum/.*", ALL, sharded=True),
+    # Who decides, or comes close to it, reads them before.
+    Step("reduce", "read contribution", "get_range", ROUND + "put/.*", NOT_OWNER),
+    # Mostly before the decision, in the expectation of what it will be.
+    _stream("read part", "get_range", STREAM + "part/.*", OWNERS),
+    _stream("create sum", "create", STREAM + "sum/.*", OWNERS),
+    _stream("read sum", "get_range", STREAM + "sum/.*", ALL),
     Step("apply", "outer step", "apply", "", ALL, behind="decision"),
     _snapshot("put state", "put", LATER + TENSORS),
     _snapshot("create manifest", "create", LATER + MANIFEST),
@@ -80,9 +86,7 @@ class Cell:
 
     @property
     def is_sharded(self) -> bool:
-        # Who decides an all-gather, or comes close to it, has read the contributions before.
-        reads = self.step.name == "read contribution" and self.role != "plain"
-        return self.step.sharded or self.role == "owner" or reads
+        return self.step.sharded or self.role == "owner"
 
     def job(self, rng: random.Random) -> Job:
         return Job(

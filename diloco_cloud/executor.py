@@ -184,3 +184,85 @@ class ServerlessExecutor(Protocol):
         One result per handle, in order. A replica still going at the timeout keeps its state
         ("running", "pending", "unknown") and says so in ``error``; it is not cancelled.
         """
+
+
+# What an executor may have besides. Each is looked for by its name alone.
+
+
+@runtime_checkable
+class ChecksLaunch(Protocol):
+    """Can find out before anything is written or started that a launch cannot work."""
+
+    def check_launch(
+        self,
+        n_replicas: int,
+        entrypoint: Entrypoint,
+        entrypoint_args: Mapping[str, Any],
+        *,
+        gpu: str | None = None,
+        timeout: int = 3600,
+        options: LaunchOptions = LaunchOptions(),
+    ) -> None:
+        """Ask the provider what costs nothing: credentials, hardware, quotas, names.
+
+        ``launch_replicas`` checks the same things; a launcher asks first, so that a run that
+        cannot start leaves nothing behind.
+
+        Raises:
+            UsageError: ``launch_replicas`` with the same arguments would raise it.
+        """
+
+
+@runtime_checkable
+class PreviewsLaunch(Protocol):
+    """Can show what it would send to its provider; ``launch --dry-run`` prints it."""
+
+    def preview_launch(
+        self,
+        n_replicas: int,
+        entrypoint: Entrypoint,
+        entrypoint_args: Mapping[str, Any],
+        *,
+        gpu: str | None = None,
+        timeout: int = 3600,
+        options: LaunchOptions = LaunchOptions(),
+    ) -> list[dict[str, Any]]:
+        """The provider's own requests, in order, as JSON values; without any network.
+
+        A secret's value is never in them, and what only the provider could tell is left out.
+
+        Raises:
+            UsageError: the request cannot be satisfied, as far as this machine can tell.
+        """
+
+
+@runtime_checkable
+class RecoversReplicas(Protocol):
+    """Can find what a launcher started that died before it could say so."""
+
+    def recover(self, name: str) -> list[ReplicaHandle]:
+        """Handles of all replicas that were launched as ``options.name``, ended ones too.
+
+        Raises:
+            LaunchError: the provider cannot be asked.
+        """
+
+
+@runtime_checkable
+class ForgetsReplicas(Protocol):
+    """Keeps records of replicas that are its own to delete, such as logs on this machine."""
+
+    def forget(self, handle: ReplicaHandle) -> None:
+        """Delete what is kept of a replica that has ended."""
+
+
+@runtime_checkable
+class ReleasesRun(Protocol):
+    """Keeps something for a run as a whole, such as an App that its replicas are calls of."""
+
+    def release(self, name: str) -> None:
+        """Give it back, now that all replicas launched as ``name`` have ended; never raises.
+
+        Whoever sees that a run has ended calls it, so it may come more than once, and must leave
+        alone what a replica that was started meanwhile needs.
+        """

@@ -9,6 +9,8 @@ A package adds a backend by declaring it, and nothing of it is imported until it
 from __future__ import annotations
 
 import difflib
+import inspect
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, NoReturn
 
@@ -22,8 +24,8 @@ from diloco_cloud.errors import (
 from diloco_cloud.executor import ServerlessExecutor
 
 GROUP: Final = "diloco_cloud.executors"
-#: Announced, and not in this version: nobody who asks for one of them means another backend.
-_PLANNED: Final = frozenset({"modal", "hf-jobs", "sagemaker", "slurm", "ray"})
+#: Orchestrators that a run can be exported to.
+_EXPORTED: Final = frozenset({"kubernetes", "skypilot"})
 
 
 def executor_names() -> list[str]:
@@ -47,12 +49,13 @@ def get_executor(name: str, **kwargs: Any) -> ServerlessExecutor:
     Raises:
         UnknownBackendError: no backend of that name is installed.
         MissingDependencyError: the backend's SDK is not installed.
-        ConfigError: the executor does not accept ``kwargs``.
+        ConfigError: the executor does not accept ``kwargs``, or a value of them.
         UsageError: the backend is declared twice, or is broken.
     """
     entry = _find(name)
     try:
         factory = entry.load()
+        _check_settings(name, factory, kwargs)
         executor = factory(**kwargs)
     except DilocoError:
         raise
@@ -60,7 +63,7 @@ def get_executor(name: str, **kwargs: Any) -> ServerlessExecutor:
         _raise_missing(name, entry, error)
     except TypeError as error:
         raise ConfigError(
-            f"the backend {name!r} does not accept {sorted(kwargs)}: {error}",
+            f"the backend {name!r} does not accept {kwargs}: {error}",
             fix="Check the backend's settings.",
         ) from error
     except Exception as error:  # whatever a plug-in of somebody else's raises
@@ -68,6 +71,27 @@ def get_executor(name: str, **kwargs: Any) -> ServerlessExecutor:
     if not isinstance(executor, ServerlessExecutor):
         raise _broken(name, entry, "it is not a ServerlessExecutor")
     return executor
+
+
+def _check_settings(name: str, factory: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments that the executor's constructor does not have."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # not a callable, or one that does not tell
+        return
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return
+    # What takes a callable, such as a clock, is there for tests: no user could give one.
+    known = [one.name for one in parameters if "Callable" not in str(one.annotation)]
+    taken = {one.name for one in parameters}
+    for key in kwargs:
+        if key not in taken:
+            near = difflib.get_close_matches(key.replace("-", "_"), known, n=1, cutoff=0.5)
+            listed = f"Its settings: {', '.join(known)}." if known else "It has none."
+            raise ConfigError(
+                f"the backend {name!r} has no setting {key!r}",
+                fix=f"Did you mean {near[0]!r}?" if near else listed,
+            )
 
 
 def _find(name: str) -> EntryPoint:
@@ -86,8 +110,9 @@ def _find(name: str) -> EntryPoint:
 def _unknown(name: str) -> UnknownBackendError:
     names = executor_names()
     installed = f"Installed: {', '.join(names)}."
-    if name in _PLANNED:
-        return UnknownBackendError(f"the backend {name!r} is not installed", fix=installed)
+    if name in _EXPORTED:
+        fix = f"`diloco-cloud export --to {name}` prints what it takes. {installed}"
+        return UnknownBackendError(f"{name} starts replicas itself, and is no backend", fix=fix)
     close = difflib.get_close_matches(name, names, n=1)
     guess = f"Did you mean {close[0]!r}? " if close else ""
     return UnknownBackendError(f"there is no backend {name!r}", fix=guess + installed)

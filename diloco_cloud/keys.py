@@ -16,6 +16,8 @@ INNER = "inner/"
 METRICS = "metrics/"
 LOGS = "logs/"
 RESULT = "result/"
+#: A prefix of its own, laid out as a run's: what is told of volunteer reducers, and by them.
+REDUCERS = "reducers"
 #: The trained parameters, and what says that the result is complete.
 MODEL = f"{RESULT}model.safetensors"
 RESULT_MANIFEST = f"{RESULT}manifest.json"
@@ -68,6 +70,12 @@ def cancel(rank: int, attempt: int) -> str:
 def alive(rank: int) -> str:
     """The heartbeat of a rank; overwritten."""
     return f"{ALIVE}{rank:04d}.json"
+
+
+def parse_alive(key: str) -> int | None:
+    """The rank of a heartbeat, else None."""
+    found = re.fullmatch(r"alive/([0-9]{4,9})\.json", key)
+    return int(found[1]) if found else None
 
 
 def metrics(rank: int, attempt: int, round_: int) -> str:
@@ -144,9 +152,66 @@ def commit(round_: int, fragment: int) -> str:
     return f"{directory(round_, fragment)}commit"
 
 
-def shard(round_: int, fragment: int, index: int) -> str:
-    """A reduced shard."""
-    return f"{directory(round_, fragment)}sum/{index:04d}"
+def stream(round_: int, fragment: int) -> str:
+    """What is on its way in a round, in small objects; beside what is looked at all the time."""
+    return f"{round_prefix(round_)}{fragment}.stream/"
+
+
+def opening(round_: int, fragment: int, rank: int, attempt: int) -> str:
+    """The header of a contribution whose chunks are still to come."""
+    return f"{openings(round_, fragment)}{life(rank, attempt)}"
+
+
+def openings(round_: int, fragment: int) -> str:
+    """The directory of a round's openings."""
+    return f"{stream(round_, fragment)}open/"
+
+
+def opened_by(key: str) -> int | None:
+    """The rank that an opening belongs to, else None."""
+    found = re.search(r"/open/([0-9]{4,9})\.[0-9]{4,9}\Z", key)
+    return int(found[1]) if found else None
+
+
+def part(round_: int, fragment: int, chunk: int, spread: int, rank: int, attempt: int) -> str:
+    """One chunk of a contribution whose chunks are dealt into ``spread`` groups."""
+    group = parts(round_, fragment, chunk % spread)
+    return f"{group}{chunk:06d}/{life(rank, attempt)}"
+
+
+def parts(round_: int, fragment: int, group: int) -> str:
+    """The directory of one group of chunks, of all contributions."""
+    return f"{stream(round_, fragment)}part/{group:04d}/"
+
+
+def outline(round_: int, fragment: int, name: str) -> str:
+    """A decision that is expected of a round, for those who reduce ahead of it."""
+    return f"{outlines(round_, fragment)}{name}"
+
+
+def outlines(round_: int, fragment: int) -> str:
+    """The directory of a round's outlines."""
+    return f"{stream(round_, fragment)}outline/"
+
+
+def is_stream(name: str) -> bool:
+    """Whether a name below ``rounds/`` is that of a stream's directory."""
+    return re.fullmatch(r"[0-9]{8,15}\.[0-9]{1,6}\.stream", name) is not None
+
+
+def outlines_in(name: str) -> str:
+    """The directory of outlines in a stream's directory, by its name below ``rounds/``."""
+    return f"{ROUNDS}{name}/outline/"
+
+
+def sums(round_: int, fragment: int, name: str) -> str:
+    """The directory of a commit's means, by the beginning of the commit's digest."""
+    return f"{stream(round_, fragment)}sum/{name}/"
+
+
+def sum_(round_: int, fragment: int, name: str, chunk: int) -> str:
+    """The mean of one chunk."""
+    return f"{sums(round_, fragment, name)}{chunk:06d}"
 
 
 def life(rank: int, attempt: int) -> str:
@@ -156,8 +221,14 @@ def life(rank: int, attempt: int) -> str:
 
 def round_of(name: str) -> int | None:
     """The round that a name below ``rounds/`` belongs to; None for what is not ours."""
-    found = re.match(r"([0-9]{8,15})\.[0-9]{1,6}(/|\Z)", name)
+    found = re.match(r"([0-9]{8,15})\.[0-9]{1,6}(\.stream)?(/|\Z)", name)
     return int(found[1]) if found else None
+
+
+def parse_streamed(key: str) -> tuple[int, int, int] | None:
+    """(chunk, rank, attempt) of a part, else None."""
+    found = re.search(r"/([0-9]{6,9})/([0-9]{4,9})\.([0-9]{4,9})\Z", key)
+    return (int(found[1]), int(found[2]), int(found[3])) if found else None
 
 
 def parse_part(key: str, directory: str) -> tuple[str, int, int] | None:

@@ -137,6 +137,7 @@ def _manager(
     from diloco_cloud.exchange.membership import Membership
     from diloco_cloud.outer.manager import MockManager
     from diloco_cloud.replica.roster import Roster
+    from diloco_cloud.replica.volunteers import Volunteers
     from diloco_cloud.store import open_store
 
     if spec is None:
@@ -158,11 +159,16 @@ def _manager(
         timeout_s=spec.round_timeout,
         join_timeout_s=spec.join_timeout,
         reduction=spec.reduction,
+        codec=spec.codec,
         membership=membership,
         store=prefix,
         key=key,
     )
     door.exchange.outlier_norm = spec.outlier_norm
+    door.exchange.merge, door.exchange.weighting = spec.merge, spec.weighting
+    if spec.reducers:
+        own = prefix.child(keys.REDUCERS)
+        door.exchange.reducers = Volunteers(own, identity.rank, prefix, spec.heartbeat)
     return MockManager(
         door,
         snapshot_every=spec.snapshot_every,

@@ -15,7 +15,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -44,6 +44,8 @@ class S3Server:
         bucket: exists, and the key may do anything in it.
         access_key, secret_key: of the only identity.
         log: what the server printed.
+        pid: of its one process.
+        master: "http://127.0.0.1:port" of the part that can be asked to give deleted space back.
     """
 
     endpoint: str
@@ -51,6 +53,8 @@ class S3Server:
     access_key: str
     secret_key: str
     log: Path
+    pid: int = 0
+    master: str = ""
 
     @property
     def env(self) -> dict[str, str]:
@@ -84,14 +88,22 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def seaweedfs(*, bucket: str = "diloco-test") -> Iterator[S3Server]:
-    """Run a server in a temporary directory until the block ends."""
-    with tempfile.TemporaryDirectory(prefix="weed-") as directory:
-        root = Path(directory)
+def seaweedfs(
+    *, bucket: str = "diloco-test", volumes: int = 1, directory: Path | None = None
+) -> Iterator[S3Server]:
+    """Run a server in a temporary directory until the block ends.
+
+    Args:
+        bucket: to create.
+        volumes: files that a bucket's objects are spread over; each takes one write at a time.
+        directory: where the temporary directory is to be.
+    """
+    with tempfile.TemporaryDirectory(prefix="weed-", dir=directory) as name:
+        root = Path(name)
         for attempt in range(3):  # another process may take a free port first
             with contextlib.ExitStack() as stack:
                 try:
-                    server = stack.enter_context(_running(root / str(attempt), bucket))
+                    server = stack.enter_context(_running(root / str(attempt), bucket, volumes))
                 except OSError:
                     if attempt == 2:
                         raise
@@ -101,12 +113,14 @@ def seaweedfs(*, bucket: str = "diloco-test") -> Iterator[S3Server]:
 
 
 @contextlib.contextmanager
-def _running(root: Path, bucket: str) -> Iterator[S3Server]:
+def _running(root: Path, bucket: str, volumes: int) -> Iterator[S3Server]:
     data, identities, log = root / "data", root / "s3.json", root / "server.log"
     data.mkdir(parents=True)
     ports = free_ports(len(PORTS))
-    endpoint = f"http://127.0.0.1:{ports[PORTS.index('s3.port')]}"
-    server = S3Server(endpoint, bucket, "test-key", "test-secret", log)
+    master, endpoint = (
+        f"http://127.0.0.1:{ports[PORTS.index(name)]}" for name in ("master.port", "s3.port")
+    )
+    server = S3Server(endpoint, bucket, "test-key", "test-secret", log, master=master)
     identities.write_text(json.dumps(_identities(server)))
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -118,11 +132,11 @@ def _running(root: Path, bucket: str) -> Iterator[S3Server]:
             start_new_session=True,
             preexec_fn=_die_with_parent,
             # One volume at first, not seven: the first write would take five seconds.
-            env={**os.environ, "HOME": str(root), "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"},
+            env={**os.environ, "HOME": str(root), "WEED_MASTER_VOLUME_GROWTH_COPY_1": str(volumes)},
         )
     try:
         _await_bucket(server, process)
-        yield server
+        yield replace(server, pid=process.pid)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

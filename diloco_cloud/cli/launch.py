@@ -9,9 +9,11 @@ from typing import Any
 import click
 
 from diloco_cloud.cli import exit_codes, options, output
+from diloco_cloud.executor import PreviewsLaunch, ServerlessExecutor
 from diloco_cloud.run import Run, config
 from diloco_cloud.run import launch as launch_run
 from diloco_cloud.run.config import Settings
+from diloco_cloud.run.start import LaunchRequest
 
 _EPILOG = """\b
 Examples:
@@ -32,7 +34,11 @@ Exit codes: 0 succeeded, 100 failed, 101 not finished, 103 cancelled, 130 detach
 @click.command("launch", epilog=_EPILOG)
 @click.argument("config_file", metavar="[CONFIG.toml]", required=False, type=click.Path())
 @click.option("--backend", metavar="NAME", help="Where replicas run.  [default: local]")
+@click.option(
+    "--backend-arg", "backend_args", metavar="KEY=VALUE", multiple=True, help="A setting of it."
+)
 @click.option("--replicas", metavar="N", type=int, help="Number of replicas.  [default: 4]")
+@click.option("--reducers", metavar="R", type=int, help="CPU-only jobs that average for them.")
 @click.option("--store", metavar="URI", help="Where the run goes.  [default for local: ./runs]")
 @click.option("--name", metavar="NAME", help="Beginning of the run's id.  [default: diloco]")
 @click.option("--run-id", metavar="ID", help="Exactly this id, instead of NAME-random.")
@@ -44,11 +50,15 @@ Exit codes: 0 succeeded, 100 failed, 101 not finished, 103 cancelled, 130 detach
 @click.option("--fragments", metavar="P", type=int, help="Parts of the model, synced in turn.")
 @click.option("--fragment-sync-delay", metavar="TAU", type=int, help="Steps a transfer overlaps.")
 @click.option("--fragment-update-alpha", metavar="A", type=float, help="Local weight in a merge.")
+@click.option("--outer-optimizer", metavar="HOW", help="auto, averaging, nesterov or sgd.")
 @click.option("--outer-lr", metavar="LR", type=float, help="Of the outer optimizer.")
 @click.option("--outer-momentum", metavar="M", type=float, help="Of the outer optimizer.")
 @click.option("--nesterov/--no-nesterov", default=None, help="Of the outer optimizer.")
+@click.option("--merge", metavar="HOW", help="mean or rda.")
+@click.option("--weighting", metavar="HOW", help="By tokens, equal or quality.")
 @click.option("--seed", metavar="SEED", type=int, help="Of everything random.")
 @click.option("--init-from", metavar="URI", help="Weights to begin with: a file, or a run.")
+@click.option("--codec", metavar="NAME", help="Of contributions: fp32, bf16, int8, e3m0, sparse.")
 @click.option("--reduction", metavar="HOW", help="auto, all-gather or sharded.")
 @click.option("--snapshot-every", metavar="N", type=int, help="Rounds between two snapshots.")
 @click.option("--quorum", metavar="K", type=int, help="Replicas without which no round is decided.")
@@ -88,13 +98,13 @@ def command(
 
     Ctrl-C detaches: the run goes on.
     """
-    settings = config.resolve(_settings(flags), environ=os.environ, file=config_file)
+    settings = config.resolve(settings_of(flags), environ=os.environ, file=config_file)
     if dry_run:
         _print_plan(settings)
         return
     spec = settings.spec
     if spec.backend != "local":  # the others cost money
-        question = f"Launch {output.count_text(spec.replicas)} on {spec.backend}?"
+        question = f"Launch {output.jobs_text(spec)} on {spec.backend}?"
         options.confirm(question, yes=yes)
     run = launch_run(spec, settings.store_uri)
     if detach:
@@ -105,7 +115,7 @@ def command(
         ctx.exit(_attach(run, as_json=as_json, quiet=quiet))
 
 
-def _settings(flags: dict[str, Any]) -> dict[str, Any]:
+def settings_of(flags: dict[str, Any]) -> dict[str, Any]:
     """The flags as settings: those that come in several forms put together."""
     arguments = flags.pop("trainer_args")
     trainer_args = config.parse_json_object(arguments, "--trainer-args") if arguments else {}
@@ -113,27 +123,41 @@ def _settings(flags: dict[str, Any]) -> dict[str, Any]:
     env_file = flags.pop("env_file")
     env = config.read_env_file(env_file) if env_file else {}
     env |= config.parse_assignments(flags.pop("env"), "--env")
-    return {**flags, "trainer_args": trainer_args, "env": env}
+    assignments = config.parse_set(flags.pop("backend_args"), "--backend-arg")
+    backend_args = config.parse_backend_args(assignments)
+    return {**flags, "trainer_args": trainer_args, "env": env, "backend_args": backend_args}
 
 
 def _print_plan(settings: Settings) -> None:
     """What would be asked of the executor, after every check that needs no network."""
-    from diloco_cloud.run.launcher import check_launch
-    from diloco_cloud.run.start import build_request
+    from diloco_cloud.run.launcher import build_requests, check_launch
 
     spec = settings.spec
-    check_launch(spec)
+    executor = check_launch(spec)
     if spec.backend == "local" and spec.gpu is not None:
         output.note(f"Warning: gpu {spec.gpu} has no effect: local replicas share this machine's.")
-    request = build_request(spec, f"{settings.store_uri.rstrip('/')}/{spec.run_id}")
+    run_uri = f"{settings.store_uri.rstrip('/')}/{spec.run_id}"
+    request, *reducers = build_requests(spec, run_uri)
     output.print_json(
         {
             "store": settings.store_uri,
             "spec": spec.to_json(),
             "hash": spec.digest,
             "request": request.to_json(),
+            **({"reducers_request": reducers[0].to_json()} if reducers else {}),
+            **_provider_requests([request, *reducers], executor),
         }
     )
+
+
+def _provider_requests(
+    requests: list[LaunchRequest], executor: ServerlessExecutor
+) -> dict[str, Any]:
+    """What the executor would send to its provider, where it can tell."""
+    if not isinstance(executor, PreviewsLaunch):
+        return {}
+    shown = (request.submit(executor.preview_launch) for request in requests)
+    return {"provider_requests": [one for each in shown for one in each]}
 
 
 def _announce(run: Run, *, as_json: bool, quiet: bool, detached: bool) -> None:
@@ -141,9 +165,8 @@ def _announce(run: Run, *, as_json: bool, quiet: bool, detached: bool) -> None:
     if not as_json:
         click.echo(run.run_id)
     if not quiet:
-        verb = "is" if run.spec.replicas == 1 else "are"
-        count = output.count_text(run.spec.replicas)
-        output.note(f"{count} {verb} launched on {run.spec.backend}.")
+        verb = "is" if run.spec.replicas + run.spec.reducers == 1 else "are"
+        output.note(f"{output.jobs_text(run.spec)} {verb} launched on {run.spec.backend}.")
         output.next_steps(run, unsupervised=detached)
 
 

@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "cancel": ((), "cancel", "Ask replicas to stop."),
     "resume": ((), "resume", "Start replicas again that ended early."),
     "down": ((), "down", "Delete everything a run has in its store."),
+    "export": ((), "export", "Print what starts a run's replicas on Kubernetes or by SkyPilot."),
     "chaos": ((), "chaos", "Rehearse failure on this machine."),
 }
 _ALIASES: Final = {alias: name for name, (aliases, *_) in COMMANDS.items() for alias in aliases}

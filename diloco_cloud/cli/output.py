@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from diloco_cloud.run import Run
+    from diloco_cloud.run.spec import RunSpec
     from diloco_cloud.run.status import RunStatus
 
 #: Columns of a table that goes to a file or a pipe, where cutting it short would help nobody.
@@ -71,6 +72,13 @@ def next_steps(run: Run, *, unsupervised: bool = False) -> None:
 def count_text(count: int) -> str:
     """ "1 replica", or "2 replicas"."""
     return f"{count} replica" if count == 1 else f"{count} replicas"
+
+
+def jobs_text(spec: RunSpec) -> str:
+    """ "2 replicas", or "2 replicas and 1 reducer"."""
+    reducers = "1 reducer" if spec.reducers == 1 else f"{spec.reducers} reducers"
+    replicas = count_text(spec.replicas)
+    return f"{replicas} and {reducers}" if spec.reducers else replicas
 
 
 def result_place(run: Run, status: RunStatus) -> None:

@@ -112,6 +112,8 @@ def _company(status: RunStatus) -> list[str]:
         lines.append(f"{len(status.alive)} of {status.size} replicas are alive.")
         if status.supervised:
             lines[0] += " What dies is started again."
+        if status.reducers:
+            lines.append(f"{status.reducers_alive} of {status.reducers} reducers are alive.")
     if status.breadth is not None:
         rounds = "round" if status.rounds_kept == 1 else f"{status.rounds_kept} rounds"
         averaged = f"{status.breadth:.3g} of {status.size} replicas were averaged"

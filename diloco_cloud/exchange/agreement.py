@@ -11,25 +11,31 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from diloco_cloud import keys
 from diloco_cloud.errors import (
     AlreadyExistsError,
     CorruptContributionError,
+    DilocoError,
     ExchangeError,
     ForeignObjectError,
     MissedRoundError,
     NotFoundError,
     RoundTimeoutError,
 )
-from diloco_cloud.exchange.commit import Commit, decide
+from diloco_cloud.exchange.commit import Commit, Contributor
 from diloco_cloud.exchange.contribution import Header
 from diloco_cloud.exchange.history import History
 from diloco_cloud.exchange.layout import TensorLayout
 from diloco_cloud.exchange.membership import Arrival, Attendance, Life, Membership
-from diloco_cloud.exchange.payloads import PARALLEL_READS, Payloads, read_header
+from diloco_cloud.exchange.pacing import Pace
+from diloco_cloud.exchange.payloads import Payloads, read_header
 from diloco_cloud.exchange.signing import Signer
 from diloco_cloud.store.base import ObjectStore
+
+#: Who lives is asked anew after this part of a wait, but not within a heartbeat.
+_ASKING_SHARE: Final = 0.1
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,13 @@ class Clock:
 
 @dataclass
 class Watch:
-    """Paces the looks at a directory: a tenth of what has been waited, within bounds.
+    """Paces the looks at a directory, each a billed request; see :class:`~.pacing.Pace`.
 
-    A look is a billed request. Growing with the wait keeps the delay it adds under 10 % and the
-    number of looks logarithmic in the wait until ``longest_s`` is reached. ``stopped`` lets
-    another thread end the wait.
+    Attributes:
+        timeout_s: after so many seconds the wait has been too long.
+        shortest_s, longest_s: of the pauses.
+        stopped: lets another thread end the wait.
+        expected_s: how long the wait is expected to be; None where nothing is known.
     """
 
     clock: Clock
@@ -54,6 +62,7 @@ class Watch:
     longest_s: float
     shortest_s: float = 0.01
     stopped: Callable[[], bool] = lambda: False
+    expected_s: float | None = None
     started: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,10 +77,12 @@ class Watch:
         return self.waited_s >= self.timeout_s
 
     def pause(self, at_most_s: float | None = None) -> None:
-        longest = min(self.longest_s, max(self.timeout_s - self.waited_s, self.shortest_s))
+        waited = self.waited_s
+        longest = min(self.longest_s, max(self.timeout_s - waited, self.shortest_s))
         if at_most_s is not None:
             longest = min(longest, max(at_most_s, self.shortest_s))
-        self.clock.sleep(min(max(self.waited_s / 10, self.shortest_s), longest))
+        pace = Pace(min(self.shortest_s, longest), longest, self.expected_s)
+        self.clock.sleep(pace.pause_s(waited))
         if self.stopped():
             raise ExchangeError("the wait for other replicas was given up")
 
@@ -123,6 +134,7 @@ class Agreement:
         join_timeout_s: how long to wait for the others when all begin.
         waiting_for: called with the ranks that are missing, whenever that changes.
         payloads: what was read of the peers' contributions before the decision.
+        decide: the decision that follows from headers, who leaves, and whose is damaged.
         layout: of the tensors, where this life knows them.
     """
 
@@ -135,14 +147,12 @@ class Agreement:
     own: tuple[Header, str]
     attempt: int
     payloads: Payloads
+    decide: Callable[..., Commit]
     is_own_there: bool = True
     layout: TensorLayout | None = None
     pace_s: float = 0.0
     timeout_s: float = 1800.0
     join_timeout_s: float = 1800.0
-    reduction: str = "auto"
-    weighting: str = "tokens"
-    outlier_norm: float | None = None
     waiting_for: Callable[[list[int]], None] = lambda _missing: None
     seen: Attendance | None = field(default=None, init=False)
     needed: int = field(default=1, init=False)
@@ -231,9 +241,11 @@ class Agreement:
         """Look beyond the round, now and then: who lives, and whether the run has moved on."""
         if self.membership.is_strict:
             return
-        now, period = watch.clock.now(), self.membership.heartbeat_s
+        now = watch.clock.now()
+        # Each time is three requests, and the longer nothing has happened, the less is new.
+        period = max(self.membership.heartbeat_s, _ASKING_SHARE * watch.waited_s)
         if self._asked_at is None:
-            if not cold and watch.waited_s < period:
+            if not cold and watch.waited_s < self.membership.heartbeat_s:
                 return
         elif now - self._asked_at < period:
             return
@@ -256,10 +268,14 @@ class Agreement:
     def _raise_if_hopeless(self, missing: set[int], watch: Watch) -> None:
         # Who has begun is waited for as in any round; who has not may be queueing somewhere.
         late = watch.waited_s >= self.timeout_s and watch.waited_s < watch.timeout_s
-        if watch.expired or (late and self._have_begun(missing)):
+        if watch.expired or (late and self._have_begun(missing, watch)):
             raise self._timeout(missing, watch)
 
-    def _have_begun(self, ranks: set[int]) -> bool:
+    def _have_begun(self, ranks: set[int], watch: Watch) -> bool:
+        now = watch.clock.now()
+        if self._asked_at is not None and now - self._asked_at < self.membership.heartbeat_s:
+            return False
+        self._asked_at = now
         lives = self.membership.roster()
         return bool(lives) and all(lives.get(rank) != "starting" for rank in ranks)
 
@@ -280,7 +296,7 @@ class Agreement:
         corrupt: dict[int, tuple[int, str]] = {}
         foreign = False
         here = [seen.arrived[rank] for rank in sorted(seen.arrived)]
-        with ThreadPoolExecutor(PARALLEL_READS, "diloco-headers") as pool:
+        with ThreadPoolExecutor(self.payloads.parallel, "diloco-headers") as pool:
             for arrival, header in zip(here, pool.map(self._header, here), strict=True):
                 if isinstance(header, CorruptContributionError):
                     corrupt[arrival.rank] = (arrival.attempt, header.message)
@@ -289,9 +305,9 @@ class Agreement:
                     headers[arrival.rank] = header
         if foreign and not self.payloads.signer.confirmed:
             return None
-        commit = self._decide(headers, seen, corrupt)
+        commit = self.decide(headers, leaving=sorted(seen.leaving), corrupt=corrupt)
         if self._verify(commit, headers, corrupt):
-            commit = self._decide(headers, seen, corrupt)
+            commit = self.decide(headers, leaving=sorted(seen.leaving), corrupt=corrupt)
         try:
             self.store.create(keys.commit(self.round, self.fragment), commit.encode())
         except AlreadyExistsError:
@@ -308,25 +324,6 @@ class Agreement:
         if not self.membership.is_strict and newer_snapshots(self.store, self.round) > 1:
             raise MissedRoundError(f"round {self.round} may have been decided before")
         return commit
-
-    def _decide(
-        self,
-        headers: Mapping[int, tuple[Header, str]],
-        seen: Attendance,
-        corrupt: Mapping[int, tuple[int, str]],
-    ) -> Commit:
-        return decide(
-            headers,
-            run=self.run,
-            round_=self.round,
-            fragment=self.fragment,
-            before=self.history,
-            leaving=sorted(seen.leaving),
-            corrupt=corrupt,
-            reduction=self.reduction,
-            weighting=self.weighting,
-            outlier_norm=self.outlier_norm,
-        ).sign(self.payloads.signer)
 
     def _nobody_else(self, watch: Watch) -> ForeignObjectError:
         return ForeignObjectError(
@@ -347,19 +344,26 @@ class Agreement:
         it useless. Where a lot is moved, in shards, the shard's owner finds the damage.
         """
         peers = [one for one in commit.contributors if one.header != self.own[1]]
-        if commit.plan != "all-gather" or not self.payloads.has_room(commit, len(peers)):
+        known = (headers[one.rank][0] for one in peers)
+        if commit.plan != "all-gather" or not self.payloads.has_room(known):
             return False
-        sound = True
-        for one in peers:
+
+        def load(one: Contributor) -> bool | DilocoError:
             try:
-                if self.payloads.load(commit, one, self.layout):
-                    continue
-                header, name = headers[one.rank]
-                headers[one.rank] = (replace(header, finite=False), name)
+                return self.payloads.load(commit, one, self.layout)
             except (CorruptContributionError, NotFoundError) as error:
-                corrupt[one.rank] = (one.attempt, error.message)
-                del headers[one.rank]
-            sound = False
+                return error
+
+        sound = True
+        with ThreadPoolExecutor(self.payloads.parallel, "diloco-verify") as pool:
+            for one, found in zip(peers, pool.map(load, peers), strict=True):
+                if isinstance(found, DilocoError):
+                    corrupt[one.rank] = (one.attempt, found.message)
+                    del headers[one.rank]
+                elif not found:
+                    header, name = headers[one.rank]
+                    headers[one.rank] = (replace(header, finite=False), name)
+                sound = sound and found is True
         return not sound
 
     def _header(self, arrival: Arrival) -> tuple[Header, str] | CorruptContributionError:
@@ -367,10 +371,13 @@ class Agreement:
         own = self.own[0]
         if (arrival.rank, arrival.attempt) == (own.rank, own.attempt) and self.is_own_there:
             return self.own
+        known = self.payloads.opened.get((arrival.rank, arrival.attempt))
+        if known is not None and known[0].size == arrival.info.size:
+            return known  # The contribution proper is the same header once more.
         key = arrival.info.key
         try:
             header, name = read_header(
-                self.store, arrival.info, own.nbytes, own.chunk_bytes, self.payloads.signer
+                self.store, key, own.size, size=arrival.info.size, signer=self.payloads.signer
             )
         except CorruptContributionError as error:
             return error

@@ -16,7 +16,9 @@ import torch
 from diloco_cloud import keys
 from diloco_cloud.errors import ConfigError, DilocoError, ExchangeError
 from diloco_cloud.exchange.agreement import Clock
+from diloco_cloud.exchange.codecs import require_codec
 from diloco_cloud.exchange.commit import Commit
+from diloco_cloud.exchange.links import LinkMeter
 from diloco_cloud.exchange.membership import Membership
 from diloco_cloud.exchange.rounds import RoundExchange
 from diloco_cloud.exchange.signing import Signer
@@ -42,6 +44,7 @@ class ObjectStoreAllReduce:
         join_timeout_s: seconds the first round waits; by default as ``timeout_s``.
         attempt: which life of the rank this is; by default ``DILOCO_ATTEMPT``, or 0.
         reduction: "all-gather", "sharded", or "auto" by payload and world size.
+        codec: how contributions are encoded, by name (:mod:`.codecs`); the same on every replica.
         membership: who a round waits for; by default every rank.
         store: an open store to use instead of opening ``uri``.
         clock: what waiting is measured with.
@@ -53,8 +56,8 @@ class ObjectStoreAllReduce:
         exchange: runs the rounds.
 
     Raises:
-        ConfigError: ``rank`` is outside ``[0, world_size)``, or ``attempt`` is negative (a
-            ValueError).
+        ConfigError: there is no such codec; ``rank`` is outside ``[0, world_size)``, or ``attempt``
+            is negative (a ValueError).
         MissingDependencyError: the package for the URI's scheme is absent (a RuntimeError).
     """
 
@@ -70,6 +73,7 @@ class ObjectStoreAllReduce:
         join_timeout_s: float | None = None,
         attempt: int | None = None,
         reduction: str = "auto",
+        codec: str = "fp32",
         membership: Membership | None = None,
         store: ObjectStore | None = None,
         clock: Clock | None = None,
@@ -84,11 +88,14 @@ class ObjectStoreAllReduce:
             attempt = int(os.environ.get("DILOCO_ATTEMPT", "0"))
         if attempt < 0:
             raise ConfigError(f"attempt {attempt} is negative", fix="Attempts count from 0.")
+        require_codec(codec)
         self.uri = os.fspath(uri).rstrip("/") + "/"
         self.rank = rank
         self.world_size = world_size
         self.prefix = open_store(uri) if store is None else store
-        self._metered = MeteredStore(self.prefix)
+        clock = Clock() if clock is None else clock
+        meter = LinkMeter(clock.now)
+        self._metered = MeteredStore(self.prefix, meter)
         self.exchange = RoundExchange(
             store=self._metered,
             run=run_name(self.uri),
@@ -100,7 +107,9 @@ class ObjectStoreAllReduce:
             join_timeout_s=timeout_s if join_timeout_s is None else join_timeout_s,
             poll_interval_s=poll_interval_s,
             reduction=reduction,
-            clock=Clock() if clock is None else clock,
+            codec=codec,
+            clock=clock,
+            meter=meter,
         )
         if membership is not None:
             self.exchange.membership = membership
@@ -134,7 +143,8 @@ class ObjectStoreAllReduce:
         """Replace ``tensor`` by its mean over the replicas, and return it.
 
         One call is one round and one object, whether for a tensor or a list of them. Blocks until
-        every replica has contributed. dtype and device stay; the mean is taken in fp32.
+        every replica has contributed. dtype and device stay; the mean is taken in fp32. After an
+        error, some elements of large tensors (those sent chunk by chunk) may be means already.
 
         Args:
             tensor: a tensor or a list; fp32, bf16, fp16 or fp64, on any device.
@@ -164,7 +174,7 @@ class ObjectStoreAllReduce:
         first = round_ == self._first
         if first:
             self._refuse_other_rounds(round_)
-        result = self.exchange.exchange(round_, 0, tensors, names=names)
+        result = self.exchange.exchange(round_, 0, tensors, names=names, in_place=True)
         if first:
             self._refuse_decision_without_us(result.commit)
         self._round_counter += 1

@@ -1,22 +1,23 @@
 """The decision of a round: who is in it, with what weight, reduced how.
 
-:func:`decide` is pure: it sees headers, never payloads or clocks. The replica that first creates
-the ``commit`` object fixes the decision for all; the others read it.
+It follows from the contributions' headers (:mod:`.deciding`). The replica that first creates the
+``commit`` object fixes it for all; the others read it.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final, Literal, TypeAlias
 
-from diloco_cloud.exchange import history, wire
-from diloco_cloud.exchange.contribution import CHUNK_BYTES, Header, chunk_size, digest
-from diloco_cloud.exchange.history import History, LedgerEntry, Standing, update_standings
+from diloco_cloud.exchange import history, planning, wire
+from diloco_cloud.exchange.contribution import CHUNK_BYTES, RAW, chunk_size, digest
+from diloco_cloud.exchange.history import LedgerEntry, Standing
+from diloco_cloud.exchange.prediction import Plan as NextPlan
 from diloco_cloud.exchange.signing import Signer
+from diloco_cloud.exchange.weighting import PLAIN
 
 #: commit: apply the mean. discard: everyone returns to the last global parameters and goes on.
 #: abort: the replicas cannot work together; everyone stops with ``reason``.
@@ -25,16 +26,6 @@ Plan: TypeAlias = Literal["all-gather", "sharded"]
 
 #: Reason for leaving out a replica whose global parameters are not the others'.
 DRIFTED: Final = "taken against other global parameters than the rest"
-#: Below this payload a second trip through the store costs more than reading everything.
-SHARDED_FROM_BYTES = 8 * 2**20
-#: For two, shards move no fewer bytes, but with them a damaged contribution is found before anybody
-#: applies the round; smaller ones are read, and so checked, before the decision.
-SHARDED_FOR_TWO_FROM_BYTES = 16 * 2**20
-#: A token that is k rounds late weighs 1 / (1 + 0.25 k) of one that is not (the best of the values
-#: that fsb_decoupled_diloco tried; it rejects nothing, as rejecting cost it a quarter of the work).
-STALENESS_DISCOUNT: Final = 0.25
-#: Below so many contributions a median says nothing.
-_OUTLIERS_FROM: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +69,14 @@ class Commit:
         standings: of all ranks that have ever been in a round.
         ledger: fate of all tokens so far, as far as this fragment is concerned.
         base: digest of the global parameters before the round.
-        shards: number of shards of the "sharded" plan, else 0; shard k is contributor k's to do.
+        codec: how the contributions' chunks are encoded.
+        sums: how the means of chunks are, which the "sharded" plan stores.
+        shards: number of shards of the "sharded" plan, else 0; chunk c is in shard ``c % shards``,
+            and shard k is contributor k's to do.
+        reducers: volunteers that do the shards in the contributors' place; 0 where there are none.
+        norms: how long each tensor of the mean is to be made, where directions are averaged
+            (:mod:`.merging`); empty where tensors are.
+        next: how the fragment's next round is to be reduced; None: as without a plan.
         mac: over all the rest, where the run is signed.
     """
 
@@ -96,11 +94,16 @@ class Commit:
     nbytes: int = 0
     chunk_bytes: int = CHUNK_BYTES
     base: str = ""
+    codec: str = RAW
+    sums: str = RAW
     plan: Plan = "all-gather"
     shards: int = 0
+    reducers: int = 0
+    norms: tuple[float, ...] = ()
+    next: NextPlan | None = None
     mac: str = ""
 
-    @property
+    @cached_property
     def weights(self) -> list[float]:
         """Relative weights scaled so that the largest is exactly 1 (equal weights stay exact)."""
         largest = max(c.weight for c in self.contributors)
@@ -117,7 +120,18 @@ class Commit:
         )
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self), separators=(",", ":")).encode()
+        """The object's bytes."""
+        return self._encoded
+
+    @cached_property
+    def _encoded(self) -> bytes:
+        # Not asdict, which copies every leaf: with hundreds of replicas, half of a round's work.
+        values = {name: getattr(self, name) for name in _COMMIT}
+        return json.dumps(values, separators=(",", ":"), default=vars).encode()
+
+    @property
+    def _bare(self) -> Commit:
+        return replace(self, mac="") if self.mac else self
 
     @classmethod
     def decode(cls, data: bytes) -> Commit:
@@ -130,15 +144,17 @@ class Commit:
 
     def sign(self, signer: Signer) -> Commit:
         """The same commit with its mac."""
-        return replace(self, mac=signer.mac("commit", [replace(self, mac="").encode()]))
+        if not signer.is_on:
+            return self._bare
+        return replace(self, mac=signer.mac("commit", [self._bare.encode()]))
 
     def check(self, signer: Signer, key: str) -> None:
         """Raise ``ForeignObjectError`` unless the commit under ``key`` is the run's own."""
-        signer.check("commit", self.mac, [replace(self, mac="").encode()], key, own=False)
+        signer.check("commit", self.mac, [self._bare.encode()], key, own=False)
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """Names the commit in the sums made from it."""
+        """Names the commit in the sums made from it; asked for with every chunk."""
         return digest(self.encode())
 
 
@@ -171,8 +187,13 @@ _COMMIT: Final[dict[str, Callable[[Any], Any]]] = {
     "nbytes": wire.count,
     "chunk_bytes": chunk_size,
     "base": wire.text,
+    "codec": wire.text,
+    "sums": wire.text,
     "plan": wire.one_of("all-gather", "sharded"),
     "shards": wire.count,
+    "reducers": wire.count,
+    "norms": wire.many(wire.magnitude_or(PLAIN)),
+    "next": wire.optional(planning.plan),
     "mac": wire.text,
 }
 
@@ -184,206 +205,8 @@ def _commit(values: Any) -> Commit:
         if not commit.contributors:
             raise ValueError("nothing to reduce")
         chunks = -(-commit.nbytes // commit.chunk_bytes)
-        most = min(len(commit.contributors), chunks)
-        if commit.plan == "sharded" and not 1 < commit.shards <= most:
+        most = min(commit.reducers or len(commit.contributors), chunks)
+        least = 1 if commit.reducers else 2
+        if commit.plan == "sharded" and not least <= commit.shards <= most:
             raise ValueError("impossible shards")
     return commit
-
-
-def decide(
-    headers: Mapping[int, tuple[Header, str]],
-    *,
-    run: str,
-    round_: int,
-    fragment: int,
-    before: History | None = None,
-    leaving: Sequence[int] = (),
-    corrupt: Mapping[int, tuple[int, str]] | None = None,
-    reduction: str = "auto",
-    weighting: str = "tokens",
-    outlier_norm: float | None = None,
-) -> Commit:
-    """The decision of a round from the headers of everyone who is in it.
-
-    Args:
-        headers: by rank, the header of the newest attempt and the header's digest.
-        run: the run's id.
-        round_: counts decisions, from 0.
-        fragment: index of the model fragment.
-        before: what the decisions before this one say.
-        leaving: ranks that left in this round.
-        corrupt: by rank, attempt and reason of a contribution that cannot be used.
-        reduction: "all-gather", "sharded" or "auto".
-        weighting: "tokens" weighs by tokens processed, "equal" does not; without token counts
-            from everyone, all weigh the same.
-        outlier_norm: contributions longer than so many times the median are left out.
-    """
-    past = History() if before is None else before
-    superseded = {
-        rank: header
-        for rank, (header, _) in headers.items()
-        if header.attempt < past.attempt_of(rank)
-    }
-    present = {rank: headers[rank] for rank in sorted(headers) if rank not in superseded}
-    commit = Commit(
-        run=run,
-        round=round_,
-        fragment=fragment,
-        decision="commit",
-        finished=tuple(sorted({*past.finished, *leaving})),
-        excluded=tuple(
-            Exclusion(rank=rank, attempt=attempt, reason=reason, kept=True)
-            for rank, (attempt, reason) in sorted((corrupt or {}).items())
-        )
-        + tuple(
-            Exclusion(rank=rank, attempt=header.attempt, reason="a newer attempt has taken over")
-            for rank, header in superseded.items()
-        ),
-    )
-    layouts = {rank: header.layout for rank, (header, _) in present.items()}
-    agreed_layout = past.layouts.get(fragment)
-    if agreed_layout is None and len(set(layouts.values())) > 1:
-        # Nobody has trained yet, and somebody was started wrongly.
-        return replace(commit, decision="abort", reason=_mismatch(layouts))
-    fit = _Fitness(present, agreed_layout, outlier_norm)
-    reasons = {rank: fit.fault(header) for rank, (header, _) in present.items()}
-    included = [rank for rank in present if not reasons[rank]]
-    commit = replace(
-        commit,
-        excluded=commit.excluded
-        + tuple(
-            Exclusion(rank=rank, attempt=present[rank][0].attempt, reason=reason)
-            for rank, reason in reasons.items()
-            if reason
-        ),
-        standings=_standings(past, commit, present),
-        ledger=_ledger(past, commit, present, included),
-    )
-    if not included:
-        faults = "; ".join(f"replica {e.rank}: {e.reason}" for e in commit.excluded)
-        return replace(commit, decision="discard", reason=faults or "no contributions")
-    first = present[included[0]][0]
-    return replace(
-        commit,
-        contributors=_contributors([present[rank] for rank in included], weighting),
-        layout=first.layout,
-        nbytes=first.nbytes,
-        chunk_bytes=first.chunk_bytes,
-        base=first.base,
-        **_plan(reduction, len(included), first),
-    )
-
-
-def _contributors(
-    included: Sequence[tuple[Header, str]], weighting: str
-) -> tuple[Contributor, ...]:
-    weighed = weighting == "tokens" and all(header.tokens > 0 for header, _ in included)
-    return tuple(
-        Contributor(
-            rank=header.rank,
-            attempt=header.attempt,
-            header=name,
-            tokens=header.tokens,
-            inner_steps=header.inner_steps,
-            weight=_weight(header) if weighed else 1.0,
-        )
-        for header, name in included
-    )
-
-
-def _weight(header: Header) -> float:
-    """Tokens, of which those that missed a round count less for every round they are late."""
-    fresh = header.tokens - header.carried
-    return fresh + header.carried / (1 + STALENESS_DISCOUNT * header.staleness)
-
-
-def _standings(
-    past: History, commit: Commit, present: Mapping[int, tuple[Header, str]]
-) -> tuple[Standing, ...]:
-    here = [
-        Standing(rank=rank, attempt=header.attempt, round=commit.round, position=header.position)
-        for rank, (header, _) in present.items()
-    ]
-    # What a damaged contribution says of its data's position is as little to be trusted.
-    for one in commit.excluded:
-        known = past.standings.get(one.rank)
-        if one.rank not in present and known is not None:
-            here.append(replace(known, attempt=max(known.attempt, one.attempt), round=commit.round))
-    return update_standings(past.standings.values(), here)
-
-
-def _ledger(
-    past: History,
-    commit: Commit,
-    present: Mapping[int, tuple[Header, str]],
-    included: Sequence[int],
-) -> tuple[LedgerEntry, ...]:
-    ledger = dict(past.ledgers.get(commit.fragment, {}))
-    for rank, (header, _) in present.items():
-        entry = ledger.get(rank, LedgerEntry(rank=rank, attempt=header.attempt))
-        ledger[rank] = entry.add(
-            attempt=header.attempt,
-            life=header.processed,
-            tokens=header.tokens,
-            merged=rank in included,
-        )
-    return tuple(ledger[rank] for rank in sorted(ledger))
-
-
-class _Fitness:
-    """Tells what is wrong with a contribution, by comparison with the others."""
-
-    def __init__(
-        self,
-        present: Mapping[int, tuple[Header, str]],
-        layout: str | None,
-        outlier_norm: float | None,
-    ) -> None:
-        headers = [header for header, _ in present.values()]
-        self._layout = layout
-        self._base = _agreed([header.base for header in headers])
-        self._chunk_bytes = headers[0].chunk_bytes if headers else CHUNK_BYTES
-        norms = sorted(header.norm for header in headers if header.finite)
-        self._longest = math.inf
-        if outlier_norm is not None and len(norms) >= _OUTLIERS_FROM:
-            self._longest = outlier_norm * norms[(len(norms) - 1) // 2] or math.inf
-
-    def fault(self, header: Header) -> str:
-        """Why a contribution cannot be averaged, or ""."""
-        if header.kind != "contribution" or header.codec != "raw":
-            return f"a {header.kind} encoded as {header.codec!r}, which cannot be averaged here"
-        if self._layout is not None and header.layout != self._layout:
-            return "tensors of other names, shapes or dtypes than the run's"
-        if header.chunk_bytes != self._chunk_bytes:
-            return f"in chunks of {header.chunk_bytes} bytes, not {self._chunk_bytes} as the rest"
-        if header.base != self._base:
-            return DRIFTED
-        if not header.finite:
-            return "has NaN or infinite values"
-        if header.norm > self._longest:
-            return f"its norm {header.norm:.3g} is an outlier (above {self._longest:.3g})"
-        return ""
-
-
-def _agreed(bases: Sequence[str]) -> str | None:
-    """The base that more replicas have than any other; None if that settles nothing."""
-    ranking = Counter(bases).most_common(2)
-    if not ranking or (len(ranking) == 2 and ranking[0][1] == ranking[1][1]):
-        return None
-    return ranking[0][0]
-
-
-def _mismatch(layouts: Mapping[int, str]) -> str:
-    usual, _ = Counter(layouts.values()).most_common(1)[0]
-    odd = [str(rank) for rank, layout in layouts.items() if layout != usual]
-    return f"replica {', '.join(odd)} trains tensors of other names, shapes or dtypes than the rest"
-
-
-def _plan(reduction: str, contributors: int, header: Header) -> dict[str, Any]:
-    """Which plan moves fewer bytes: (N-1)S down, or 2S(N-1)/N down and S/N more up."""
-    shards = min(contributors, header.chunks)
-    least = SHARDED_FROM_BYTES if contributors > 2 else SHARDED_FOR_TWO_FROM_BYTES
-    sharded = reduction == "sharded" or (reduction == "auto" and header.nbytes >= least)
-    if sharded and shards > 1:
-        return {"plan": "sharded", "shards": shards}
-    return {"plan": "all-gather", "shards": 0}

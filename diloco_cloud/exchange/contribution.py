@@ -3,19 +3,22 @@
     8 bytes   magic
     4 bytes   length of the JSON that follows, little endian
     n bytes   JSON, padded with spaces
-    payload   from ``header_size(nbytes, chunk_bytes)`` on
+    payload   the chunks, one after the other
 
-The header's size follows from the payload's alone, so a reader needs one ranged read for it and
-knows where every chunk lies. Each chunk has a checksum in the header (xxh3, or a keyed one where
-the run is signed); the commit names the header by its BLAKE3 digest; so a commit pins every byte.
-There is no pickle anywhere.
+The header's size follows from the size of what is averaged alone, so a reader needs one ranged read
+for it and knows where every chunk lies. Each chunk has a checksum in the header (xxh3, or a keyed
+one where the run is signed); the commit names the header by its BLAKE3 digest; so a commit pins
+every byte. There is no pickle anywhere.
+
+The chunks of a large contribution are objects of their own (:attr:`Header.spread`), which others
+read while the rest is still on its way.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
 from blake3 import blake3
@@ -23,10 +26,16 @@ from blake3 import blake3
 from diloco_cloud.errors import CorruptContributionError
 from diloco_cloud.exchange import wire
 from diloco_cloud.exchange.signing import CHECKSUM_CHARS, UNSIGNED, Signer
+from diloco_cloud.exchange.weighting import PLAIN
 
 MAGIC = b"DILOCO\x01\n"
 CHUNK_BYTES = 4 * 2**20
+#: The codec of what is not encoded.
+RAW: Final = "raw"
 _JSON_ROOM = 2048
+#: A checksum and a size; a norm.
+_CHUNK_ROOM = CHECKSUM_CHARS + 12
+_NORM_ROOM = 26
 
 Kind: TypeAlias = Literal["contribution", "sum", "void"]
 
@@ -41,8 +50,13 @@ class Header:
         run, round, fragment: where it belongs.
         rank, attempt: who wrote it; for a sum, the shard's index and 0.
         layout: digest of names, shapes and dtypes; for a sum, digest of the commit.
-        nbytes: of the payload.
-        codec: how the payload is encoded; "raw" is the tensors' own bytes.
+        nbytes: of the tensors. Chunk k holds the same elements whatever the codec.
+        codec: how the chunks are encoded; "raw" is the tensors' own bytes.
+        sizes: bytes of each encoded chunk; empty for "raw".
+        spread: 0, or into how many groups its chunks are dealt, each an object of its own: chunk k
+            is in group ``k % spread``, and the payload is empty.
+        reducers: volunteers that the groups are meant for; 0: for the contributors.
+        volunteers: that this replica knows of, whether or not the groups are meant for them.
         base: digest of the global parameters the pseudo-gradient was taken against, or "".
         tokens, inner_steps: processed since this replica's work was last in a round of the
             fragment.
@@ -53,7 +67,10 @@ class Header:
         note: why a shard is void.
         finite: False if any element is NaN or infinite.
         norm: L2 norm over all elements; 0 where it is not finite.
-        chunk_bytes: bytes covered by each checksum (the last chunk may be shorter).
+        norms: of each tensor, where tensors are sent as directions (:mod:`.merging`).
+        up, down: bytes per second that this replica has seen cross its link; 0 if unknown.
+        latency: seconds of a small request; 0 if unknown.
+        chunk_bytes: bytes of the tensors in each chunk (the last one may be shorter).
         checksums: of each chunk, :data:`~.signing.CHECKSUM_CHARS` hex characters long, joined.
         mac: over all the rest, where the run is signed.
     """
@@ -66,7 +83,11 @@ class Header:
     attempt: int
     layout: str = ""
     nbytes: int = 0
-    codec: str = "raw"
+    codec: str = RAW
+    sizes: tuple[int, ...] = ()
+    spread: int = 0
+    reducers: int = 0
+    volunteers: int = 0
     base: str = ""
     tokens: int = 0
     inner_steps: int = 0
@@ -77,6 +98,10 @@ class Header:
     note: str = ""
     finite: bool = True
     norm: float = 0.0
+    norms: tuple[float, ...] = ()
+    up: float = 0.0
+    down: float = 0.0
+    latency: float = 0.0
     chunk_bytes: int = CHUNK_BYTES
     checksums: str = ""
     mac: str = ""
@@ -89,21 +114,32 @@ class Header:
     @property
     def size(self) -> int:
         """Bytes from the object's start to its payload."""
-        return header_size(self.nbytes, self.chunk_bytes)
+        return header_size(self.nbytes, self.chunk_bytes, len(self.norms))
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the payload that is in the same object."""
+        if self.spread:
+            return 0
+        return sum(self.sizes) if self.sizes else self.nbytes
 
     @property
     def chunks(self) -> int:
-        """Number of chunks of the payload."""
+        """Number of chunks."""
         return -(-self.nbytes // self.chunk_bytes)
 
-    def chunk_span(self, chunk: int) -> tuple[int, int]:
-        """First and last-plus-one payload byte of a chunk."""
+    def chunk_size(self, chunk: int) -> int:
+        """Bytes of a chunk as it is stored."""
         start = chunk * self.chunk_bytes
-        return start, min(start + self.chunk_bytes, self.nbytes)
+        return self.sizes[chunk] if self.sizes else min(self.chunk_bytes, self.nbytes - start)
+
+    def chunk_start(self, chunk: int) -> int:
+        """Where a chunk begins in a payload that holds all of them."""
+        return sum(self.sizes[:chunk]) if self.sizes else chunk * self.chunk_bytes
 
     def encode(self) -> bytes:
         """The header's bytes, exactly :attr:`size` long."""
-        text = json.dumps(asdict(self), separators=(",", ":")).encode()
+        text = json.dumps(vars(self), separators=(",", ":")).encode()
         room = self.size - len(MAGIC) - 4
         if len(text) > room:
             raise ValueError(f"header of {len(text)} bytes does not fit {room}")
@@ -111,7 +147,8 @@ class Header:
 
     def sign(self, signer: Signer) -> Header:
         """The same header with its mac."""
-        return replace(self, mac=signer.mac("header", [replace(self, mac="").encode()]))
+        bare = replace(self, mac="")
+        return replace(bare, mac=signer.mac("header", [bare.encode()])) if signer.is_on else bare
 
     def check(self, signer: Signer, key: str, *, own: bool = False) -> None:
         """Raise ``ForeignObjectError`` unless the object under ``key`` is the run's own.
@@ -121,21 +158,18 @@ class Header:
             key: of the object.
             own: this rank is to have written it.
         """
-        signer.check("header", self.mac, [replace(self, mac="").encode()], key, own=own)
+        covered = [replace(self, mac="").encode()] if signer.is_on else []
+        signer.check("header", self.mac, covered, key, own=own)
 
-    def verify(
-        self, first_chunk: int, data: memoryview, key: str, signer: Signer = UNSIGNED
-    ) -> None:
-        """Check bytes that begin at a chunk's start against their checksums.
+    def verify(self, chunk: int, data: memoryview, key: str, signer: Signer = UNSIGNED) -> None:
+        """Check a chunk's bytes.
 
         Raises:
-            CorruptContributionError: a chunk's bytes are not the ones its writer had.
+            CorruptContributionError: they are not the ones its writer had.
         """
-        for i, start in enumerate(range(0, len(data), self.chunk_bytes)):
-            at = (first_chunk + i) * CHECKSUM_CHARS
-            found = signer.checksum(data[start : start + self.chunk_bytes])
-            if found != self.checksums[at : at + CHECKSUM_CHARS]:
-                raise CorruptContributionError(f"{key}: chunk {first_chunk + i} is damaged")
+        at = chunk * CHECKSUM_CHARS
+        if signer.checksum(data) != self.checksums[at : at + CHECKSUM_CHARS]:
+            raise CorruptContributionError(f"{key}: chunk {chunk} is damaged")
 
 
 def chunk_size(value: Any) -> int:
@@ -155,6 +189,10 @@ _FIELDS: Final[dict[str, Callable[[Any], Any]]] = {
     "layout": wire.text,
     "nbytes": wire.count,
     "codec": wire.text,
+    "sizes": wire.many(wire.count),
+    "spread": wire.count,
+    "reducers": wire.count,
+    "volunteers": wire.count,
     "base": wire.text,
     "tokens": wire.count,
     "inner_steps": wire.count,
@@ -165,15 +203,20 @@ _FIELDS: Final[dict[str, Callable[[Any], Any]]] = {
     "note": wire.text,
     "finite": wire.flag,
     "norm": wire.magnitude,
+    "norms": wire.many(wire.magnitude_or(PLAIN)),
+    "up": wire.magnitude,
+    "down": wire.magnitude,
+    "latency": wire.magnitude,
     "chunk_bytes": chunk_size,
     "checksums": wire.text,
     "mac": wire.text,
 }
 
 
-def header_size(nbytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """Bytes before the payload of an object with ``nbytes`` of payload."""
-    return -(-(_JSON_ROOM + CHECKSUM_CHARS * -(-nbytes // chunk_bytes)) // 64) * 64
+def header_size(nbytes: int, chunk_bytes: int = CHUNK_BYTES, norms: int = 0) -> int:
+    """Bytes before the payload of an object for ``nbytes`` of tensors, of ``norms`` of them."""
+    room = _JSON_ROOM + _CHUNK_ROOM * -(-nbytes // chunk_bytes) + _NORM_ROOM * norms
+    return -(-room // 64) * 64
 
 
 def checksums(views: Sequence[memoryview], chunk_bytes: int, signer: Signer = UNSIGNED) -> str:
@@ -219,4 +262,6 @@ def decode(data: bytes | memoryview, key: str) -> Header:
         raise CorruptContributionError(f"{key}: carries more tokens than it has")
     if header.size < end or len(header.checksums) != CHECKSUM_CHARS * header.chunks:
         raise CorruptContributionError(f"{key}: header and payload sizes disagree")
+    if len(header.sizes) != (0 if header.codec == RAW else header.chunks):
+        raise CorruptContributionError(f"{key}: its chunks have no sizes, or too many")
     return header

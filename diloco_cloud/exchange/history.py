@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from diloco_cloud.exchange import wire
+from diloco_cloud.exchange import planning, wire
+from diloco_cloud.exchange.prediction import Plan
 
 if TYPE_CHECKING:
     from diloco_cloud.exchange.commit import Commit
@@ -91,6 +92,7 @@ class History:
         standings: by rank.
         ledgers: by fragment and rank.
         layouts: by fragment, the digest of the tensors that were averaged last.
+        plans: by fragment, how its next round is to be reduced, where that was decided.
     """
 
     round: int = 0
@@ -98,6 +100,7 @@ class History:
     standings: dict[int, Standing] = field(default_factory=dict)
     ledgers: dict[int, dict[int, LedgerEntry]] = field(default_factory=dict)
     layouts: dict[int, str] = field(default_factory=dict)
+    plans: dict[int, Plan] = field(default_factory=dict)
 
     @property
     def members(self) -> list[int]:
@@ -135,6 +138,8 @@ class History:
         self.ledgers[commit.fragment] = ledger
         if commit.layout:
             self.layouts[commit.fragment] = commit.layout
+        if commit.next is not None:
+            self.plans[commit.fragment] = commit.next
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values, for a snapshot's manifest."""
@@ -147,6 +152,7 @@ class History:
                 for fragment, entries in self.ledgers.items()
             ],
             "layouts": [list(item) for item in self.layouts.items()],
+            "plans": [[key, planning.plan_json(one)] for key, one in self.plans.items()],
         }
 
     @classmethod
@@ -161,12 +167,17 @@ class History:
             fragment, digest = item
             return wire.count(fragment), wire.text(digest)
 
+        def plan(item: Any) -> tuple[int, Plan]:
+            fragment, chosen = item
+            return wire.count(fragment), planning.plan(chosen)
+
         kinds: Mapping[str, Callable[[Any], Any]] = {
             "round": wire.count,
             "finished": wire.many(wire.count),
             "standings": standings,
             "ledgers": wire.many(ledger),
             "layouts": wire.many(layout),
+            "plans": wire.many(plan),
         }
         read = wire.fields(values, kinds)
         return cls(
@@ -175,6 +186,7 @@ class History:
             standings={one.rank: one for one in read["standings"]},
             ledgers=dict(read["ledgers"]),
             layouts=dict(read["layouts"]),
+            plans=dict(read["plans"]),
         )
 
     def copy(self) -> History:
@@ -185,6 +197,7 @@ class History:
             dict(self.standings),
             {fragment: dict(entries) for fragment, entries in self.ledgers.items()},
             dict(self.layouts),
+            dict(self.plans),
         )
 
 

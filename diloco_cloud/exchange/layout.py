@@ -12,9 +12,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from blake3 import blake3
+
+from diloco_cloud.exchange import wire
 
 #: dtypes a contribution can hold, by the name used on the wire.
 DTYPES = {
@@ -118,15 +121,32 @@ class TensorLayout:
         """Elements over all tensors."""
         return sum(s.numel for s in self.segments)
 
-    @cached_property
-    def digest(self) -> str:
-        """Hex BLAKE3 (128 bits) of names, shapes and dtypes."""
+    def to_json(self) -> str:
+        """A row of name, shape and dtype for each tensor."""
         rows = [
             [name, list(shape), _NAMES[dtype]]
             for name, shape, dtype in zip(self.names, self.shapes, self.dtypes, strict=True)
         ]
-        text = json.dumps(rows, separators=(",", ":"))
-        return blake3(text.encode()).hexdigest(length=16)
+        return json.dumps(rows, separators=(",", ":"))
+
+    @classmethod
+    def from_rows(cls, rows: Any) -> TensorLayout:
+        """What :meth:`to_json` wrote, decoded.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is something else.
+        """
+        names, shapes, dtypes = zip(*rows, strict=True)
+        return cls(
+            tuple(map(wire.text, names)),
+            tuple(tuple(map(wire.count, shape)) for shape in shapes),
+            tuple(DTYPES[dtype] for dtype in dtypes),
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex BLAKE3 (128 bits) of names, shapes and dtypes."""
+        return blake3(self.to_json().encode()).hexdigest(length=16)
 
     def views(self, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
         """The tensors' memory in payload order; only non-contiguous or GPU tensors are copied."""

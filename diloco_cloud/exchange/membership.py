@@ -33,7 +33,7 @@ from diloco_cloud.store.base import ObjectInfo
 Life: TypeAlias = Literal["starting", "alive", "gone"]
 
 #: Part of a round that waiting for the others may cost.
-FREE_SHARE: Final = 0.1
+FREE_SHARE: Final = 0.05
 #: And part of a heartbeat, where that is longer.
 _LEAST_BEATS: Final = 0.2
 #: No one is waited for longer than this part of a round once a quorum is in.

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import numpy as np
 import torch
 
 from diloco_cloud import keys
-from diloco_cloud.errors import CorruptContributionError
+from diloco_cloud.errors import CorruptContributionError, CorruptError
+from diloco_cloud.exchange.buffers import ChunkedBytes, as_tensor
 from diloco_cloud.exchange.commit import Commit, Contributor
 from diloco_cloud.exchange.contribution import (
     Header,
@@ -21,18 +20,58 @@ from diloco_cloud.exchange.contribution import (
     encoded_size,
     header_size,
 )
-from diloco_cloud.exchange.layout import TensorLayout, all_finite
+from diloco_cloud.exchange.layout import TensorLayout
+from diloco_cloud.exchange.means import ChunkMeans
 from diloco_cloud.exchange.signing import UNSIGNED, Signer
-from diloco_cloud.store.base import ObjectInfo, ObjectStore
+from diloco_cloud.store.base import ObjectStore
 
+S = TypeVar("S")
 T = TypeVar("T")
+U = TypeVar("U")
 
-#: Requests under way at once, per replica.
+#: Requests under way at once, per replica, where no plan says otherwise.
 PARALLEL_READS = 8
+#: Bytes that are worth a request of their own.
+_READ_BYTES = 4 * 2**20
 #: What a header may make a reader allocate, whatever it says of itself.
 _LONGEST_HEADER = 64 * 2**20
+#: Bytes of an encoded chunk, for each byte of its tensors, and for its beginning.
+_LARGEST_GROWTH = 4
+_SMALLEST_BOUND = 4096
 #: Bytes of contributions that are kept from before a decision until they are averaged.
-KEEP_BYTES = 16 * 2**20  # SHARDED_FOR_TWO_FROM_BYTES is the same
+KEEP_BYTES = 16 * 2**20
+
+
+@dataclass
+class OwnPayload:
+    """What this replica contributes, as it has it in memory.
+
+    Attributes:
+        header: of the contribution.
+        raw: the tensors' own bytes.
+        encoded: the chunks as they are stored, where they are encoded.
+        overwritten: chunks of ``raw`` that hold the round's mean by now.
+    """
+
+    header: Header
+    raw: ChunkedBytes
+    encoded: Sequence[memoryview] | None = None
+    overwritten: set[int] = field(default_factory=set)
+
+    def chunk(self, chunk: int) -> torch.Tensor | None:
+        """A chunk as it is stored: uint8, only to be read; None where only the store has it."""
+        if self.encoded is not None:
+            return as_tensor(self.encoded[chunk])
+        return None if chunk in self.overwritten else self.raw.read(chunk)
+
+    def pieces(self, chunk: int) -> list[memoryview]:
+        """The same as views of memory, before anything is overwritten."""
+        return list(self.raw.pieces(chunk)) if self.encoded is None else [self.encoded[chunk]]
+
+    @property
+    def views(self) -> list[memoryview]:
+        """All chunks, likewise."""
+        return [piece for chunk in range(self.header.chunks) for piece in self.pieces(chunk)]
 
 
 @dataclass
@@ -40,21 +79,25 @@ class Payloads:
     """The contributions of one round, as this replica reads them.
 
     Attributes:
-        own: this replica's contribution as (header, payload views); spares reading it back,
-            because create-once made the stored bytes equal to these.
+        own: this replica's; spares reading it back, because create-once made the stored bytes
+            equal to these.
         signer: of the run.
+        parallel: requests under way at once.
         headers: those that were read already, by digest.
+        opened: those that went ahead of a contribution, and their digests, by rank and attempt.
     """
 
     store: ObjectStore
-    own: tuple[Header, list[memoryview]] | None = None
+    own: OwnPayload | None = None
     signer: Signer = UNSIGNED
+    parallel: int = PARALLEL_READS
     headers: dict[str, Header] = field(default_factory=dict)
+    opened: dict[tuple[int, int], tuple[Header, str]] = field(default_factory=dict)
     _kept: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict, init=False)
 
-    def has_room(self, commit: Commit, contributions: int) -> bool:
-        """Whether so many contributions can be kept in memory."""
-        return commit.nbytes * contributions <= KEEP_BYTES
+    def has_room(self, headers: Iterable[Header]) -> bool:
+        """Whether contributions with these headers can be kept in memory."""
+        return sum(header.payload_bytes for header in headers) <= KEEP_BYTES
 
     def load(self, commit: Commit, one: Contributor, layout: TensorLayout | None = None) -> bool:
         """Read and keep a contribution; whether all its values are finite.
@@ -68,17 +111,13 @@ class Payloads:
             CorruptContributionError: its bytes are not the ones its writer had.
             NotFoundError: it has been deleted.
         """
-        chunks = range(self.header(commit, one).chunks)
-        with ThreadPoolExecutor(PARALLEL_READS, "diloco-read") as pool:
-            found = list(pool.map(lambda chunk: self.chunk(commit, one, chunk), chunks))
-        self._kept |= {(one.header, chunk): data for chunk, data in zip(chunks, found, strict=True)}
+        blocks = blocks_of([self.header(commit, one)])
+        found = [data for block in blocks for data in self.chunks(commit, one, block)]
+        self._kept |= {(one.header, chunk): data for chunk, data in enumerate(found)}
         if layout is None:
             return True
-        return all(
-            all_finite(data[low:high].view(segment.dtype))
-            for chunk, data in zip(chunks, found, strict=True)
-            for segment, low, high in layout.within(chunk * commit.chunk_bytes, len(data))
-        )
+        means = ChunkMeans(commit, layout)
+        return all(means.all_finite(chunk, data) for chunk, data in enumerate(found))
 
     def header(self, commit: Commit, one: Contributor) -> Header:
         """The header the commit names; anything else under its key is refused.
@@ -89,40 +128,83 @@ class Payloads:
         """
         if self.is_own(one):
             assert self.own is not None
-            return self.own[0]
+            return self.own.header
         if one.header not in self.headers:
             key = contribution_key(commit, one)
-            size = header_size(commit.nbytes, commit.chunk_bytes)
-            info = ObjectInfo(key, size + commit.nbytes, 0.0)
-            header, name = read_header(
-                self.store, info, commit.nbytes, commit.chunk_bytes, self.signer
-            )
+            guess = header_size(commit.nbytes, commit.chunk_bytes, len(commit.norms))
+            header, name = read_header(self.store, key, guess, signer=self.signer)
             if name != one.header:
                 raise CorruptContributionError(f"{key}: not the bytes that were committed")
+            if (header.nbytes, header.chunk_bytes) != (commit.nbytes, commit.chunk_bytes):
+                raise CorruptContributionError(f"{key}: of another size than was committed")
             self.headers[name] = header
         return self.headers[one.header]
 
     def chunk(self, commit: Commit, one: Contributor, chunk: int) -> torch.Tensor:
-        """One chunk of a contribution: uint8, only to be read."""
+        """One chunk of a contribution, as it is stored: uint8, only to be read."""
         kept = self._kept.get((one.header, chunk))
+        if kept is None and self.is_own(one):
+            assert self.own is not None
+            kept = self.own.chunk(chunk)
         if kept is not None:
             return kept
         header = self.header(commit, one)
-        start, stop = header.chunk_span(chunk)
-        if self.is_own(one):
-            assert self.own is not None
-            return _slice(self.own[1], start, stop)
-        key = contribution_key(commit, one)
-        data = self.store.get_range(key, header.size + start, stop - start)
+        size = _stored_size(header, chunk)
+        if header.spread:
+            key = keys.part(
+                commit.round, commit.fragment, chunk, header.spread, one.rank, one.attempt
+            )
+            data = self.store.get_range(key, 0, size)
+        else:
+            key = contribution_key(commit, one)
+            data = self.store.get_range(key, header.size + header.chunk_start(chunk), size)
         header.verify(chunk, data, key, self.signer)
         return as_tensor(data)
+
+    def chunks(self, commit: Commit, one: Contributor, chunks: range) -> list[torch.Tensor]:
+        """Neighbouring chunks, as :meth:`chunk`; in one read where they are in one object."""
+        header = self.header(commit, one)
+        kept = self.is_own(one) or (one.header, chunks[0]) in self._kept
+        if kept or header.spread or len(chunks) == 1:
+            return [self.chunk(commit, one, chunk) for chunk in chunks]
+        key = contribution_key(commit, one)
+        sizes = [_stored_size(header, chunk) for chunk in chunks]
+        start = header.size + header.chunk_start(chunks[0])
+        data = self.store.get_range(key, start, sum(sizes))
+        found = []
+        for chunk, size in zip(chunks, sizes, strict=True):
+            piece, data = data[:size], data[size:]
+            header.verify(chunk, piece, key, self.signer)
+            found.append(as_tensor(piece))
+        return found
 
     def is_own(self, one: Contributor) -> bool:
         """Whether a contribution is the one this replica has in memory."""
         return self.own is not None and (one.rank, one.attempt) == (
-            self.own[0].rank,
-            self.own[0].attempt,
+            self.own.header.rank,
+            self.own.header.attempt,
         )
+
+
+def _stored_size(header: Header, chunk: int) -> int:
+    """Bytes of a chunk as it is stored, if that is not beyond reason."""
+    size = header.chunk_size(chunk)
+    if size > _LARGEST_GROWTH * header.chunk_bytes + _SMALLEST_BOUND:
+        raise CorruptContributionError(f"replica {header.rank}'s chunk {chunk} has {size} bytes")
+    return size
+
+
+def blocks_of(headers: Sequence[Header]) -> list[range]:
+    """Neighbouring chunks that are worth one read each, of contributions with these headers."""
+    blocks: list[range] = []
+    start = room = 0
+    for chunk in range(headers[0].chunks):
+        size = max(header.chunk_size(chunk) for header in headers)
+        if chunk > start and size > room:
+            blocks.append(range(start, chunk))
+            start, room = chunk, 0
+        room = (room or _READ_BYTES) - size
+    return [*blocks, range(start, headers[0].chunks)]
 
 
 def contribution_key(commit: Commit, one: Contributor) -> str:
@@ -132,93 +214,65 @@ def contribution_key(commit: Commit, one: Contributor) -> str:
 
 def read_header(
     store: ObjectStore,
-    info: ObjectInfo,
-    nbytes: int,
-    chunk_bytes: int,
-    signer: Signer = UNSIGNED,
+    key: str,
+    guess: int,
     *,
+    size: int | None = None,
+    signer: Signer = UNSIGNED,
     own: bool = False,
 ) -> tuple[Header, str]:
     """Header of a round's object, and its digest.
 
-    One read where the payload is ``nbytes`` long in chunks of ``chunk_bytes``, as is usual.
+    One read where the header is as long as is guessed.
 
     Args:
         store: the run's prefix.
-        info: the object.
-        nbytes: expected length of the payload.
-        chunk_bytes: expected unit of its checksums.
+        key: of the object.
+        guess: bytes that the header is expected to have.
+        size: of the object, where it is known.
         signer: of the run.
         own: this rank is to have written it.
 
     Raises:
         CorruptContributionError: not a contribution, or not as long as it says.
         ForeignObjectError: not signed with the run's key.
-        NotFoundError: gone since ``info`` was listed.
+        NotFoundError: there is no such object.
     """
+    most = _LONGEST_HEADER if size is None else min(size, _LONGEST_HEADER)
 
-    def read(size: int) -> bytes:
-        if size > min(info.size, _LONGEST_HEADER):
-            raise CorruptContributionError(f"{info.key}: {info.size} bytes are no contribution")
-        return bytes(store.get_range(info.key, 0, size))
+    def read(length: int) -> bytes:
+        if length > most:
+            raise CorruptContributionError(f"{key}: no contribution, or a truncated one")
+        try:
+            return bytes(store.get_range(key, 0, length))
+        except CorruptError as error:
+            raise CorruptContributionError(f"{key}: truncated: {error.message}") from error
 
-    data = read(min(info.size, header_size(nbytes, chunk_bytes)))
+    data = read(min(max(guess, header_size(0)), most))
     if encoded_size(data) > len(data):
         data = read(encoded_size(data))
-    header = decode(data, info.key)
+    header = decode(data, key)
     if header.size > len(data):
         data = read(header.size)
-    if info.size != header.size + header.nbytes:
-        raise CorruptContributionError(f"{info.key}: truncated, or longer than it says")
-    header.check(signer, info.key, own=own)
+    if size is not None and size != header.size + header.payload_bytes:
+        raise CorruptContributionError(f"{key}: truncated, or longer than it says")
+    header.check(signer, key, own=own)
     return header, digest(data[: header.size])
 
 
 def ahead(
     pool: ThreadPoolExecutor,
-    read: Callable[[int, T], torch.Tensor],
-    chunks: range,
+    read: Callable[[S, T], U],
+    blocks: Iterable[S],
     sources: tuple[T, ...],
-) -> Iterator[Future[torch.Tensor]]:
-    """Futures of ``read(chunk, source)`` in order, keeping a bounded number under way."""
-    todo = ((chunk, source) for chunk in chunks for source in sources)
-    window = PARALLEL_READS + len(sources)
-    under_way: list[Future[torch.Tensor]] = []
-    for chunk, source in todo:
-        under_way.append(pool.submit(read, chunk, source))
+    parallel: int,
+) -> Iterator[Future[U]]:
+    """Futures of ``read(block, source)`` in order, keeping a bounded number under way."""
+    todo = ((block, source) for block in blocks for source in sources)
+    window = parallel + len(sources)
+    under_way: list[Future[U]] = []
+    for block, source in todo:
+        under_way.append(pool.submit(read, block, source))
         if len(under_way) >= window:
             yield under_way.pop(0)
     yield from under_way
-
-
-def _slice(views: list[memoryview], start: int, stop: int) -> torch.Tensor:
-    """Bytes ``start:stop`` of the concatenation of ``views``; a copy only across views."""
-    found: list[memoryview] = []
-    at = 0
-    for view in views:
-        low, high = max(start - at, 0), min(stop - at, len(view))
-        if low < high:
-            found.append(view[low:high])
-        at += len(view)
-    if len(found) == 1:
-        return as_tensor(found[0])
-    joined = torch.empty(stop - start, dtype=torch.uint8)
-    at = 0
-    for view in found:
-        joined[at : at + len(view)] = as_tensor(view)
-        at += len(view)
-    return joined
-
-
-def as_tensor(data: memoryview) -> torch.Tensor:
-    """``data`` as a uint8 tensor over the same memory; it is only ever read.
-
-    torch has no read-only tensors and warns about a read-only buffer, which is what a client hands
-    out; the address is passed instead, with the buffer kept alive by the array that views it.
-    """
-    if not data.readonly:
-        return torch.frombuffer(data, dtype=torch.uint8)
-    address = np.frombuffer(data, dtype=np.uint8).ctypes.data
-    array = (ctypes.c_ubyte * len(data)).from_address(address)
-    array.owner = data  # type: ignore[attr-defined]
-    return torch.frombuffer(array, dtype=torch.uint8)

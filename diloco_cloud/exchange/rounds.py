@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,26 +12,24 @@ from typing import Any
 
 import torch
 
-from diloco_cloud import keys
-from diloco_cloud.errors import (
-    AlreadyExistsError,
-    CorruptContributionError,
-    DriftError,
-    ExchangeError,
-    LayoutMismatchError,
-    LeftRunError,
-    MissedRoundError,
-    NotFoundError,
-)
+from diloco_cloud.errors import ExchangeError, MissedRoundError, NotFoundError
 from diloco_cloud.exchange.agreement import Agreement, Clock, Watch, raise_if_superseded
-from diloco_cloud.exchange.commit import DRIFTED, Commit
-from diloco_cloud.exchange.contribution import CHUNK_BYTES, Header, checksums, digest
+from diloco_cloud.exchange.commit import Commit
+from diloco_cloud.exchange.contributing import Contributing, Packed
+from diloco_cloud.exchange.contribution import RAW
+from diloco_cloud.exchange.deciding import decide
+from diloco_cloud.exchange.gathering import Gathering
 from diloco_cloud.exchange.history import History
-from diloco_cloud.exchange.layout import TensorLayout, all_finite, l2_norm
+from diloco_cloud.exchange.layout import TensorLayout
+from diloco_cloud.exchange.links import LinkMeter
 from diloco_cloud.exchange.membership import Attendance, Membership
-from diloco_cloud.exchange.payloads import Payloads, read_header
-from diloco_cloud.exchange.reduction import NoMeanError, Reducer
+from diloco_cloud.exchange.payloads import PARALLEL_READS, Payloads, read_header
+from diloco_cloud.exchange.reduction import Destination, Reducer, memory_for, reduced
 from diloco_cloud.exchange.signing import UNSIGNED, Signer
+from diloco_cloud.exchange.speculation import Headers, Speculation
+from diloco_cloud.exchange.upload import PARALLEL_WRITES
+from diloco_cloud.exchange.verdicts import raise_if_finished, raise_if_missed, raise_if_out
+from diloco_cloud.exchange.words import Words
 from diloco_cloud.exchange.work import Contributed, RoundResult, Work
 from diloco_cloud.store.base import ObjectStore
 
@@ -39,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class RoundExchange:
+class RoundExchange(Words):
     """Runs rounds for one life of one rank. Not safe for two rounds at once.
 
     Attributes:
@@ -50,11 +48,17 @@ class RoundExchange:
         join_timeout_s: how long the first round waits for peers that have not begun: replicas
             start minutes apart.
         poll_interval_s: the longest pause between two looks at the store.
-        chunk_bytes: the unit of checksums, reads and shards; the same on every replica.
-        patience_s: how long a shard's owner is waited for at least before this replica does it.
+        chunk_bytes: what is read, averaged and checked at a time; None: as planned, or by size.
+        patience_s: how long a chunk's owner is waited for at least before this replica does it.
+        codec: how contributions are encoded; the same on every replica. See :mod:`.codecs`.
+        reduction: "all-gather", "sharded", or "auto": as planned by what the links have carried.
+        weighting: how much a contribution counts. See :mod:`.weighting`.
+        merge: "mean", or "rda": directions and lengths are averaged on their own (:mod:`.merging`).
+        meter: measures this replica's link, which the planning goes by.
         outlier_norm: contributions longer than so many times the median are left out.
         signer: makes and checks the macs of a signed run.
         waiting_for: told the ranks a round still waits for.
+        reducers: how many volunteers there are (:mod:`.volunteer`).
         gives_up: whether waiting for others is to end, for a reason outside the exchange.
         history: the decisions that this replica has seen, or read from a snapshot.
         contributed: the newest round that this life has contributed to.
@@ -68,24 +72,35 @@ class RoundExchange:
     timeout_s: float = 1800.0
     join_timeout_s: float = 1800.0
     poll_interval_s: float = 1.0
-    chunk_bytes: int = CHUNK_BYTES
+    chunk_bytes: int | None = None
     patience_s: float = 1.0
+    codec: str = RAW
     reduction: str = "auto"
     weighting: str = "tokens"
+    merge: str = "mean"
     outlier_norm: float | None = None
     signer: Signer = UNSIGNED
     clock: Clock = field(default_factory=Clock)
     waiting_for: Callable[[list[int]], None] = lambda _missing: None
     gives_up: Callable[[], bool] = lambda: False
+    reducers: Callable[[], int] = lambda: 0
+    meter: LinkMeter | None = None
     membership: Membership = field(init=False)
     history: History = field(default_factory=History, init=False)
     contributed: int = field(default=-1, init=False)
+    _contributing: Contributing = field(init=False)
+    #: How long the last decisions were waited for. The next is to be looked for from the shortest
+    #: on: an event that comes before it is expected is noticed late.
+    _waits: deque[float] = field(default_factory=lambda: deque(maxlen=3), init=False)
     _met: bool = field(default=False, init=False)
     _opened_at: float = field(init=False)
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
 
     def __post_init__(self) -> None:
         self.membership = Membership(self.world_size)
+        self._contributing = Contributing(
+            self.store, self.run, self.rank, self.attempt, self.signer
+        )
         self._opened_at = self.clock.now()
 
     @property
@@ -131,10 +146,12 @@ class RoundExchange:
         work: Work | None = None,
         *,
         names: Sequence[str] | None = None,
+        averaged_plainly: Sequence[bool] | None = None,
+        in_place: bool = False,
     ) -> RoundResult:
         """Contribute ``tensors`` to a round and return what was agreed.
 
-        ``tensors`` are read, not written, and must not change until this returns.
+        ``tensors`` must not change until this returns.
 
         Args:
             round_: counts decisions, from 0; the same on every replica.
@@ -142,6 +159,9 @@ class RoundExchange:
             tensors: any mixture of fp32, bf16, fp16 and fp64.
             work: what they stand for.
             names: of the tensors; part of what replicas must agree on.
+            averaged_plainly: for each tensor, whether :attr:`merge` makes no difference to it.
+            in_place: where ``tensors`` are sent chunk by chunk, the means may take their place,
+                which saves their size in memory; after an error some do.
 
         Raises:
             MissedRoundError: the round was decided without them.
@@ -155,29 +175,34 @@ class RoundExchange:
         stop = self._stop
         work = Work() if work is None else work
         began = self.clock.now()
-        mine = self._contribute(round_, fragment, tensors, work, names)
-        self.contributed = round_
-        agreement = self._agreement(round_, fragment, mine)
-        agreement.pace_s = began - self._opened_at
-        commit = agreement.reach(self.watch(stop))
-        decided = self.clock.now()
-        if stop.is_set():  # Whoever asked has given up, and may have begun anew meanwhile.
-            raise ExchangeError("the wait for other replicas was given up")
-        self._raise_if_out(commit)
-        if commit.decision == "commit" and commit.base != work.base:
-            # A life that slept through rounds that have been deleted since: it was alone in this
-            # one, or found a decision that it has no part in.
-            raise DriftError(
-                f"round {round_} was decided on other global parameters than replica {self.rank}'s"
-            )
-        self._raise_if_missed(commit, mine.own[0])
-        assert mine.layout is not None
+        packed = self._pack(round_, fragment, tensors, work, names, averaged_plainly)
+        in_place = in_place and packed.own.header.spread > 0
+        in_place = in_place and not self._contributing.keeps_tensors
+        into = packed.destination(in_place=in_place)
+        payloads = Payloads(self.store, packed.own, self.signer)
+        payloads.parallel = self._parallel(fragment, PARALLEL_READS)
+        ahead = self._speculate(packed, payloads, into, stop)
         try:
-            result = self._reduce(commit, mine.layout, mine.payloads, stop)
-        except NotFoundError as error:
-            if self.membership.is_strict:
-                raise
-            raise MissedRoundError(f"round {round_} is over: {error.message}") from error
+            mine = self._send(packed, payloads)
+            self.contributed = round_
+            agreement = self._agreement(round_, fragment, mine)
+            agreement.pace_s = began - self._opened_at
+            watch = self.watch(stop)
+            watch.expected_s = min(self._waits, default=None)
+            commit = agreement.reach(watch)
+            decided = self.clock.now()
+            self._waits.append(watch.waited_s)
+            if stop.is_set():  # Whoever asked has given up, and may have begun anew meanwhile.
+                raise ExchangeError("the wait for other replicas was given up")
+            raise_if_out(self.rank, work.base, commit)
+            if not self.membership.is_strict:
+                raise_if_missed(commit, mine.own[0])
+            result = self._result(commit, packed, mine.payloads, into, stop, ahead)
+        finally:
+            if ahead is not None:
+                ahead.stop()
+        if result.tensors is not None and commit.includes(self.rank, self.attempt):
+            self._contributing.settle(packed)
         grace_s = 0.0 if agreement.quorum_at is None else decided - agreement.quorum_at
         self._note(agreement, result, self.clock.now() - began - grace_s)
         return result
@@ -190,9 +215,11 @@ class RoundExchange:
         work: Work,
         *,
         names: Sequence[str] | None = None,
+        averaged_plainly: Sequence[bool] | None = None,
     ) -> None:
         """Contribute as :meth:`exchange` does, and leave the decision to the others."""
-        self._contribute(round_, fragment, tensors, work, names)
+        packed = self._pack(round_, fragment, tensors, work, names, averaged_plainly)
+        self._send(packed, Payloads(self.store))
 
     def await_decision(self, round_: int, fragment: int, key: str) -> Commit:
         """Wait for the decision of a round that an earlier life of this rank contributed to.
@@ -205,8 +232,8 @@ class RoundExchange:
         Raises:
             RoundTimeoutError: peers did not come in time.
         """
-        info = self.store.head(key)
-        own = read_header(self.store, info, 0, self.chunk_bytes, self.signer, own=True)
+        size = self.store.head(key).size
+        own = read_header(self.store, key, size, size=size, signer=self.signer, own=True)
         payloads = Payloads(self.store, signer=self.signer)
         mine = Contributed(payloads, None, own, is_there=True)
         agreement = self._agreement(round_, fragment, mine)
@@ -215,69 +242,84 @@ class RoundExchange:
     def replay(self, commit: Commit, layout: TensorLayout) -> RoundResult:
         """The result of an earlier round, from what the store kept of it."""
         payloads = Payloads(self.store, signer=self.signer)
-        reducer = Reducer(self.store, commit, layout, payloads, self.watch, patience_s=0.0)
-        return _result(reducer)
-
-    # -- words to the others -------------------------------------------------------------------
-
-    def announce(self, round_: int, fragment: int) -> None:
-        """Say that this life has come up to the open round, and will be in it."""
-        if not self.membership.is_strict:
-            self.store.put(keys.join(round_, fragment, self.rank, self.attempt), b"")
-
-    def depart(self, round_: int, fragment: int) -> None:
-        """Say that this life ends, so that nobody waits for it."""
-        if not self.membership.is_strict:
-            self.store.put(keys.away(round_, fragment, self.rank, self.attempt), b"")
-
-    def leave(self, round_: int, fragment: int) -> None:
-        """Say that this replica contributes no more, from ``round_`` on."""
-        self.store.put(keys.leave(round_, fragment, self.rank, self.attempt), b"")
-
-    def look(self, round_: int, fragment: int) -> Attendance:
-        """Who is in an open round."""
-        listed = self.store.list(keys.directory(round_, fragment))
-        return Attendance.of(listed, round_, fragment, self.history)
-
-    def still_going(self, round_: int, fragment: int) -> set[int]:
-        """Ranks that this round waits for and that have not left."""
-        seen, rules = self.look(round_, fragment), self.membership
-        lives = {} if rules.is_strict else rules.roster()
-        return rules.expected(seen, self.history, lives, cold=False)
+        payload, into = memory_for(layout, commit.chunk_bytes)
+        reducer = Reducer(self.store, commit, layout, payloads, into, self.watch, patience_s=0.0)
+        return reduced(commit, reducer.reduce, layout.unpack(payload))
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _contribute(
+    def _pack(
         self,
         round_: int,
         fragment: int,
         tensors: Sequence[torch.Tensor],
         work: Work,
         names: Sequence[str] | None,
-    ) -> Contributed:
-        self._raise_if_finished(round_)
-        layout = TensorLayout.of(tensors, names)
-        views = layout.views(tensors)
-        norm = l2_norm(tensors)
-        header = Header(
-            kind="contribution",
+        averaged_plainly: Sequence[bool] | None,
+    ) -> Packed:
+        raise_if_finished(self.rank, round_, self.history)
+        contributing = self._contributing
+        contributing.codec, contributing.reduction = self.codec, self.reduction
+        contributing.merge = self.merge
+        contributing.chunk_bytes, contributing.meter = self.chunk_bytes, self.meter
+        return contributing.pack(
+            round_,
+            fragment,
+            tensors,
+            work,
+            names=names,
+            contributors=len(self.expected),
+            reducers=self.reducers(),
+            plan=self.history.plans.get(fragment),
+            averaged_plainly=averaged_plainly,
+        )
+
+    def _send(self, packed: Packed, payloads: Payloads) -> Contributed:
+        expected = self.expected
+        place = expected.index(self.rank) if self.rank in expected else 0
+        parallel = self._parallel(packed.own.header.fragment, PARALLEL_WRITES)
+        own, same = self._contributing.send(packed, place, parallel)
+        if not same:
+            payloads.own = None
+        return Contributed(payloads, packed.layout, own, is_there=same is not None)
+
+    def _parallel(self, fragment: int, unplanned: int) -> int:
+        plan = self.history.plans.get(fragment)
+        return unplanned if plan is None else plan.parallel
+
+    def _speculate(
+        self, packed: Packed, payloads: Payloads, into: Destination, stop: threading.Event
+    ) -> Speculation | None:
+        """Begin to average ahead of the decision, where everybody sends chunk by chunk."""
+        header = packed.own.header
+        if not header.spread:
+            return None
+
+        def expect(headers: Headers) -> Commit:
+            return self._decide(headers, header.round, header.fragment)
+
+        def gather(commit: Commit, given_up: Callable[[], bool]) -> Gathering:
+            reducer = self._reducer(commit, packed.layout, payloads, into, stop)
+            return reducer.gathering(ahead=True, given_up=given_up)
+
+        new_watch: Any = partial(self.watch, stop)
+        expected = frozenset(self.expected)
+        ahead = Speculation(payloads, packed.layout, expected, expect, gather, new_watch)
+        ahead.start()
+        return ahead
+
+    def _decide(self, headers: Headers, round_: int, fragment: int, **seen: Any) -> Commit:
+        return decide(
+            headers,
             run=self.run,
-            round=round_,
+            round_=round_,
             fragment=fragment,
-            rank=self.rank,
-            attempt=self.attempt,
-            layout=layout.digest,
-            nbytes=layout.nbytes,
-            # A norm can overflow where all elements are finite.
-            finite=math.isfinite(norm) or all(map(all_finite, tensors)),
-            norm=norm if math.isfinite(norm) else 0.0,
-            chunk_bytes=self.chunk_bytes,
-            checksums=checksums(views, self.chunk_bytes, self.signer),
-            **vars(work),
+            before=self.history,
+            weighting=self.weighting,
+            reduction=self.reduction,
+            outlier_norm=self.outlier_norm,
+            **seen,
         ).sign(self.signer)
-        own, same = self._put(header, views)
-        payloads = Payloads(self.store, (header, views) if same else None, self.signer)
-        return Contributed(payloads, layout, own, is_there=same is not None)
 
     def _agreement(
         self,
@@ -299,20 +341,44 @@ class RoundExchange:
             layout=mine.layout,
             timeout_s=self.timeout_s,
             join_timeout_s=self.join_timeout_s,
-            reduction=self.reduction,
-            weighting=self.weighting,
-            outlier_norm=self.outlier_norm,
+            decide=partial(self._decide, round_=round_, fragment=fragment),
             waiting_for=self.waiting_for,
         )
 
-    def _reduce(
-        self, commit: Commit, layout: TensorLayout, payloads: Payloads, stop: threading.Event
-    ) -> RoundResult:
+    def _reducer(
+        self,
+        commit: Commit,
+        layout: TensorLayout,
+        payloads: Payloads,
+        into: Destination,
+        stop: threading.Event,
+    ) -> Reducer:
         new_watch: Any = partial(self.watch, stop)
-        reducer = Reducer(
-            self.store, commit, layout, payloads, new_watch, patience_s=self.patience_s
-        )
-        return _result(reducer)
+        patience_s = self.patience_s
+        return Reducer(self.store, commit, layout, payloads, into[1], new_watch, patience_s)
+
+    def _result(
+        self,
+        commit: Commit,
+        packed: Packed,
+        payloads: Payloads,
+        into: Destination,
+        stop: threading.Event,
+        ahead: Speculation | None,
+    ) -> RoundResult:
+        """What the decision comes to; what was averaged in expectation of it is taken over."""
+        reducer = self._reducer(commit, packed.layout, payloads, into, stop)
+
+        def reduce() -> None:
+            if ahead is None or not ahead.comes_true(commit):
+                reducer.reduce()
+
+        try:
+            return reduced(commit, reduce, into[0])
+        except NotFoundError as error:
+            if self.membership.is_strict:
+                raise
+            raise MissedRoundError(f"round {commit.round} is over: {error.message}") from error
 
     def _note(self, agreement: Agreement, result: RoundResult, exchange_s: float) -> None:
         """Take in a decision that this replica has a part in."""
@@ -325,93 +391,6 @@ class RoundExchange:
                 agreement.seen, self.history, agreement.needed, round_s, exchange_s
             )
         self.history.note(commit, applied=result.tensors is not None)
+        if self.meter is not None:
+            self.meter.end_round()
         self._opened_at = now
-
-    def _put(
-        self, header: Header, views: list[memoryview]
-    ) -> tuple[tuple[Header, str], bool | None]:
-        """Create this replica's object, or read back the one that is there.
-
-        Returns:
-            The header that the object has, its digest, and whether its bytes are those in memory;
-            None if it is no contribution of this replica's.
-
-        A life that was killed after its PUT and restarted without a new attempt must use what it
-        wrote then, since peers may have read it. In a round that was decided already, though, the
-        object belongs to somebody else's past, and using it would be silent corruption.
-        """
-        encoded = header.encode()
-        key = keys.put(header.round, header.fragment, self.rank, self.attempt)
-        try:
-            self.store.create(key, [encoded, *views])
-            return (header, digest(encoded)), True
-        except AlreadyExistsError:
-            pass
-        try:
-            info = self.store.head(key)
-            stored, name = read_header(
-                self.store, info, header.nbytes, header.chunk_bytes, self.signer, own=True
-            )
-            if stored.place != header.place:
-                raise CorruptContributionError(f"{key}: written for another run, round or rank")
-        except CorruptContributionError as error:
-            # A torn write of ours, or somebody else's: either way the round goes without this
-            # work, which is kept for the next.
-            logger.warning("%s", error.message)
-            return (header, digest(encoded)), None
-        if name == digest(encoded):
-            return (stored, name), True
-        decided = keys.commit(header.round, header.fragment)
-        if any(i.key == decided for i in self.store.list(decided)):
-            raise ExchangeError(
-                f"round {header.round} is already decided in {self.store.uri}, with another "
-                f"contribution of replica {self.rank}",
-                fix="Use a fresh prefix, or give a restarted replica the next DILOCO_ATTEMPT.",
-            )
-        return (stored, name), False
-
-    def _raise_if_out(self, commit: Commit) -> None:
-        """Raise if this replica cannot take part in what was decided."""
-        if commit.decision == "abort":
-            raise LayoutMismatchError(
-                f"round {commit.round}: {commit.reason}",
-                fix="Every replica must build the same model, in the same precision.",
-            )
-        if self.rank in commit.finished:
-            raise _finished(self.rank, commit.round)
-        exclusion = commit.exclusion_of(self.rank)
-        if exclusion is not None and exclusion.reason == DRIFTED:
-            raise DriftError(f"round {commit.round}: replica {self.rank}'s work was {DRIFTED}")
-
-    def _raise_if_missed(self, commit: Commit, own: Header) -> None:
-        if commit.includes(own.rank, own.attempt) or self.membership.is_strict:
-            return
-        exclusion = commit.exclusion_of(own.rank)
-        reason = f": {exclusion.reason}" if exclusion is not None else ""
-        raise MissedRoundError(f"round {commit.round} was decided without this replica{reason}")
-
-    def _raise_if_finished(self, round_: int) -> None:
-        if self.rank in self.history.finished:
-            raise _finished(self.rank, round_)
-
-
-def _finished(rank: int, round_: int) -> LeftRunError:
-    return LeftRunError(
-        f"replica {rank} had left the run before round {round_}",
-        fix="Launch a new run to train further.",
-    )
-
-
-def _result(reducer: Reducer) -> RoundResult:
-    """Reduce a commit. Everybody gets the same bytes, so everybody finds the same ones unusable."""
-    commit = reducer.commit
-    if commit.decision != "commit":
-        return RoundResult(commit, None, commit.reason)
-    try:
-        payload = reducer.reduce()
-    except NoMeanError as error:
-        return RoundResult(commit, None, str(error))
-    segments = (payload[s.start : s.stop].view(s.dtype) for s in reducer.layout.segments)
-    if not all(map(all_finite, segments)):
-        return RoundResult(commit, None, "the mean has NaN or infinite values")
-    return RoundResult(commit, reducer.layout.unpack(payload))

@@ -70,11 +70,25 @@ def magnitude(value: Any) -> float:
 
 
 def positive(value: Any) -> float:
-    """A finite number above 0, no larger than a count."""
+    """A finite number above 0, no larger than the product of two counts."""
     number = magnitude(value)
-    if not 0 < number <= _LARGEST:
+    if not 0 < number <= _LARGEST**2:
         raise ValueError("not a positive number")
     return number
+
+
+def magnitude_or(mark: float) -> Callable[[Any], float]:
+    """A checker for a magnitude, or the number that stands in its place."""
+
+    def check(value: Any) -> float:
+        return mark if value == mark and not isinstance(value, bool) else magnitude(value)
+
+    return check
+
+
+def optional(kind: Callable[[Any], T]) -> Callable[[Any], T | None]:
+    """A checker for null, or something else."""
+    return lambda value: None if value is None else kind(value)
 
 
 def one_of(*choices: str) -> Callable[[Any], str]:

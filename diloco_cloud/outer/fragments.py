@@ -55,10 +55,17 @@ class Fragments:
         names: Sequence[str],
         parameters: Sequence[torch.Tensor],
         optimizer: torch.optim.Optimizer,
+        *,
+        embeddings: Sequence[bool] = (),
     ) -> None:
         """Tell what a registered fragment is made of; see :class:`Fragment`."""
         self._described[key] = Fragment(
-            key, self.fns[key], tuple(names), tuple(parameters), optimizer
+            key,
+            self.fns[key],
+            tuple(names),
+            tuple(parameters),
+            optimizer,
+            tuple(embeddings) or (False,) * len(names),
         )
 
     def globals_of(self, index: int) -> tuple[Sequence[torch.Tensor], Sequence[str]]:
@@ -70,6 +77,10 @@ class Fragments:
             saved = save().get("original_parameters", {})
             return list(saved.values()), list(saved)
         return (), ()
+
+    def embeddings_of(self, index: int) -> Sequence[bool]:
+        """For each parameter of a fragment, whether it is an embedding, where that is known."""
+        return self[index].embeddings if index < len(self._described) else ()
 
     def capture(self) -> list[FragmentState]:
         """Copies of the state of all fragments."""

@@ -29,9 +29,9 @@ from diloco_cloud.errors import (
 )
 from diloco_cloud.exchange import wire
 from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
+from diloco_cloud.exchange.background import in_background
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.outer import tensor_file
-from diloco_cloud.outer.background import in_background
 from diloco_cloud.outer.local_state import LocalState
 
 logger = logging.getLogger(__name__)

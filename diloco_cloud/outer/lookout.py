@@ -107,15 +107,14 @@ class Lookout:
     def _period_s(self) -> float:
         passed_s = self.exchange.clock.now() - self._opened_at
         round_s = self.exchange.membership.round_s
-        early_s = 0.0
+        interval_s = self.exchange.poll_interval_s
         if round_s is None:
             # A new life comes into the middle of a round, whose end may be near: if it looked too
             # late, and trained for all of its own round meanwhile, it would miss one after another.
-            round_s = passed_s + self._remaining_s
-        else:
-            early_s = _FIRST_LOOK * round_s - passed_s
-        usual_s = min(max(_PAUSE * round_s, _SHORTEST_S), self.exchange.poll_interval_s)
-        return max(early_s, usual_s)
+            own_s = passed_s + self._remaining_s
+            return min(max(_PAUSE * own_s, _SHORTEST_S), interval_s)
+        usual_s = max(_PAUSE * round_s, min(_SHORTEST_S, interval_s))
+        return max(_FIRST_LOOK * round_s - passed_s, usual_s)
 
     def _look(self, watched: tuple[int, int]) -> None:
         try:

@@ -12,6 +12,7 @@ from torch import nn
 from torchft.local_sgd import DiLoCo
 
 from diloco_cloud.errors import CorruptError, ExchangeError
+from diloco_cloud.outer.embeddings import are_embeddings
 from diloco_cloud.outer.inner import Checkpoint
 from diloco_cloud.outer.join import follow, join, rejoin
 from diloco_cloud.outer.local_state import LocalState
@@ -34,6 +35,8 @@ class TrainableView(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.names: list[str] = []
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.embeddings = are_embeddings([module], trained)
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 self.names.append(name)
@@ -97,6 +100,7 @@ class OuterLoop(DiLoCo):  # type: ignore[misc]  # torchft ships no types
                 fragment._model_fragment.names,
                 list(fragment.original_parameters.values()),
                 fragment._outer_optimizer,
+                embeddings=fragment._model_fragment.embeddings,
             )
         #: Whether the state came from the store, rather than from an earlier loop in this process.
         self.joined: bool = not self._manager.fragments.take_over()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from diloco_cloud.outer.sgd import OuterSGD
 if TYPE_CHECKING:
     from diloco_cloud.outer.loop import OuterLoop
     from diloco_cloud.outer.manager import MockManager
+
+logger = logging.getLogger(__name__)
 
 
 def make_diloco_outer_loop(
@@ -43,7 +46,9 @@ def make_diloco_outer_loop(
             arXiv:2501.18512). Only trainable parameters take part. Every parameter the inner
             optimizer trains must be in exactly one fragment.
         inner_optimizer: steps every batch; accelerate's wrapper is looked through.
-        outer_lr: of the outer SGD on the mean pseudo-gradient (arXiv:2311.08105, section 3).
+        outer_lr: of the outer SGD on the mean pseudo-gradient (arXiv:2311.08105, section 3). For a
+            run of few rounds 1, without momentum, is better: see
+            :func:`diloco_cloud.horizon.outer_step`.
         outer_momentum: of the outer SGD.
         nesterov: whether the outer momentum is Nesterov's.
         sync_every: inner steps between two syncs of one fragment (H); a multiple of the number of
@@ -77,6 +82,8 @@ def make_diloco_outer_loop(
     _check_coverage(views, optimizer)
     _name_by_model(views, model)
     _warn_of_local_state(modules)
+    kind = "Nesterov momentum" if nesterov else "momentum"
+    logger.info("outer SGD: learning rate %g, %s %g", outer_lr, kind, outer_momentum)
     return OuterLoop(
         manager,
         views,

@@ -14,7 +14,7 @@ torchft.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -288,25 +288,26 @@ class MockManager(Participant):
         self._usage = self.store.usage
         write_inner = self._capture_inner(round_, index, now)
 
-        def prepare(tensors: list[torch.Tensor]) -> tuple[Work, Sequence[str] | None]:
+        def prepare(tensors: list[torch.Tensor]) -> tuple[Work, dict[str, Any]]:
             # Global parameters stand still from the start of a sync to its end.
             parameters, names = self.fragments.globals_of(index)
             base = digest_tensors(parameters) if parameters else ""
             work = Work(base=base, position=position, **account)
-            return work, names if len(names) == len(tensors) else None
+            known = {"names": names, "averaged_plainly": self.fragments.embeddings_of(index)}
+            return work, {key: of for key, of in known.items() if len(of) == len(tensors)}
 
         def exchange(tensors: list[torch.Tensor]) -> RoundResult:
             if decided:  # What is contributed now nobody would read.
                 raise MissedRoundError(f"round {round_} was decided without this replica")
-            work, names = prepare(tensors)
+            work, described = prepare(tensors)
             write_inner(work.base)
             tensors = at_usual_length(tensors, work, self._usual_steps)
-            return self._exchange.exchange(round_, index, tensors, work, names=names)
+            return self._exchange.exchange(round_, index, tensors, work, in_place=True, **described)
 
         def contribute(tensors: list[torch.Tensor]) -> None:
-            work, names = prepare(tensors)
+            work, described = prepare(tensors)
             tensors = at_usual_length(tensors, work, self._usual_steps)
-            self._exchange.contribute(round_, index, tensors, work, names=names)
+            self._exchange.contribute(round_, index, tensors, work, **described)
             write_inner(work.base)  # Last: a process that is to end may not get so far.
 
         return Sync(

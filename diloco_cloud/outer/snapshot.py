@@ -29,10 +29,10 @@ from diloco_cloud.errors import (
     NotFoundError,
 )
 from diloco_cloud.exchange import wire
+from diloco_cloud.exchange.background import in_background
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.history import History
 from diloco_cloud.exchange.signing import UNSIGNED, Signer
-from diloco_cloud.outer.background import in_background
 from diloco_cloud.outer.state import FragmentState
 from diloco_cloud.store.base import ObjectStore
 

@@ -30,6 +30,7 @@ class Fragment:
         names: of its parameters, in its order; unique in the run.
         parameters: the global parameters, on the CPU, in the same order.
         optimizer: the outer optimizer.
+        embeddings: for each parameter, whether rows are looked up in it.
     """
 
     key: str
@@ -37,6 +38,7 @@ class Fragment:
     names: tuple[str, ...]
     parameters: tuple[torch.Tensor, ...]
     optimizer: torch.optim.Optimizer
+    embeddings: tuple[bool, ...] = ()
 
     def digest(self) -> str:
         """Hex BLAKE3 over the global parameters' bytes."""

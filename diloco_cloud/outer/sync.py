@@ -8,8 +8,8 @@ from concurrent.futures import Future, wait
 
 import torch
 
+from diloco_cloud.exchange.background import in_background
 from diloco_cloud.exchange.work import RoundResult
-from diloco_cloud.outer.background import in_background
 from diloco_cloud.outer.work import _ImmediateWork
 
 

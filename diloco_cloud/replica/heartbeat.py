@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from diloco_cloud import keys
 from diloco_cloud.errors import DilocoError
@@ -20,13 +20,17 @@ from diloco_cloud.replica.identity import Identity
 from diloco_cloud.replica.outcome import timestamp
 from diloco_cloud.store.base import ObjectStore
 
-if TYPE_CHECKING:
-    from diloco_cloud.outer.progress import Progress
-
 logger = logging.getLogger(__name__)
 
 #: By default; a run's spec says it.
 HEARTBEAT_S = 5.0
+
+
+class Shows(Protocol):
+    """What a heartbeat can tell of."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """What is to be seen now, as JSON values; ``state`` is one of them."""
 
 
 class Heartbeat:
@@ -53,7 +57,7 @@ class Heartbeat:
         self._identity = identity
         self._period_s = period_s
         self._now = now
-        self._progress: Progress | None = None
+        self._progress: Shows | None = None
         self._announced: str | None = None
         self._ended: str | None = None
         self._wake = threading.Event()
@@ -65,7 +69,7 @@ class Heartbeat:
         """Begin; the first beat is sent at once."""
         self._thread.start()
 
-    def follow(self, progress: Progress) -> None:
+    def follow(self, progress: Shows) -> None:
         """Show ``progress`` from now on."""
         self._progress = progress
 

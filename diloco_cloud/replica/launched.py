@@ -14,6 +14,7 @@ from diloco_cloud.replica.lifetime import Lifetime, Notice
 from diloco_cloud.replica.logs import ReplicaLogging
 from diloco_cloud.replica.outcome import Outcome, mark_logged
 from diloco_cloud.replica.reporter import Reporter
+from diloco_cloud.replica.sigterm import EXIT_CODE
 from diloco_cloud.replica.termination import Terminated, Termination
 from diloco_cloud.store.base import ObjectStore
 
@@ -42,6 +43,7 @@ def run_reported(
         heartbeat_s: seconds between two signs of life.
 
     Raises:
+        SystemExit: it was cancelled before it began.
         Terminated: this life had to end early, and the process ends soon, even if this exception
             is caught.
         BaseException: whatever ``train`` raises, once it is recorded.
@@ -52,10 +54,14 @@ def run_reported(
     ):
         reporter = Reporter(store, identity, logs.shipper, heartbeat_s=heartbeat_s)
         reporter.start()
+        witness = _Witness(store, identity, reporter)
+        if (
+            witness.is_cancelled()
+        ):  # While it waited for a machine, perhaps unknown to its launcher.
+            reporter.end(Outcome.ended_early("preempted", cancelled=True, handed_over=False))
+            raise SystemExit(EXIT_CODE)
         try:
-            outcome = termination.interruptible(
-                lambda: train(reporter, termination), _Witness(store, identity, reporter)
-            )
+            outcome = termination.interruptible(lambda: train(reporter, termination), witness)
         except Terminated:
             reporter.close(join_s=TERMINATED_JOIN_S)
             raise
@@ -94,7 +100,7 @@ class _Witness:
         logger.warning("%s: %.0f s to hand over", _CAUSES[notice.cause], left)
 
     def last_words(self, notice: Notice, error: BaseException | None) -> None:
-        handed_over, cancelled = isinstance(error, HandedOver), self._is_cancelled()
+        handed_over, cancelled = isinstance(error, HandedOver), self.is_cancelled()
         self._reporter.record(
             Outcome.ended_early(notice.cause, cancelled=cancelled, handed_over=handed_over)
         )
@@ -104,7 +110,8 @@ class _Witness:
         # The main thread sees to that too, when it comes to it, which may be never.
         self._reporter.ship_soon()
 
-    def _is_cancelled(self) -> bool:
+    def is_cancelled(self) -> bool:
+        """Whether a user has asked for this life's end."""
         try:
             self._store.head(keys.cancel(self._identity.rank, self._identity.attempt))
         except DilocoError:

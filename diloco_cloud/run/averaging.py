@@ -76,7 +76,8 @@ class CommitReader:
     def read(self) -> Averaging:
         """One listing, and one read per commit that is new."""
         listed = self._store.list_dirs(keys.ROUNDS)
-        names = [name for name in listed if keys.round_of(name) is not None][-_WINDOW:]
+        rounds = [n for n in listed if keys.round_of(n) is not None and not keys.is_stream(n)]
+        names = rounds[-_WINDOW:]
         self._known = {name: self._known[name] for name in names if name in self._known}
         unknown = [name for name in names if name not in self._known]
         if unknown:

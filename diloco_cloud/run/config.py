@@ -1,8 +1,8 @@
 """A run's settings from flags, environment, a TOML file and defaults, in that order.
 
 The file has one key per setting of :class:`~diloco_cloud.run.spec.RunSpec`, and ``name``,
-``store``; ``trainer_args`` and ``env`` are tables, ``secrets`` is a list. A variable is named
-``DILOCO_`` and the setting in capitals.
+``store``; ``trainer_args`` and ``env`` are tables, ``secrets`` is a list, and each backend has a
+table ``[backend.NAME]``. A variable is named ``DILOCO_`` and the setting in capitals.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import dataclasses
 import difflib
 import json
 import random
-import re
 import tomllib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +21,8 @@ from typing import Any
 from diloco_cloud import keys
 from diloco_cloud.errors import ConfigError
 from diloco_cloud.executor_registry import require_backend
+from diloco_cloud.run import backend_args
+from diloco_cloud.run.backend_args import parse_backend_args as parse_backend_args
 from diloco_cloud.run.durations import parse_duration
 from diloco_cloud.run.names import DEFAULT_NAME, new_run_id
 from diloco_cloud.run.spec import RunSpec
@@ -40,11 +41,10 @@ _CAN_BE_OFF = ("outlier_norm",)
 _OFF = ("off", False)
 _OTHER_NAMES = (
     *("ATTEMPT", "DEBUG", "HOME", "RANK_ENV", "RENDEZVOUS_URI", "RUN_KEY", "SPEC_HASH"),
-    "TERM_GRACE_S",
+    *("HF_S3_ENDPOINT", "TERM_GRACE_S"),
 )
 #: Variables of the same prefix that other parts read, or set for replicas.
 _OTHER_VARIABLES = tuple(f"DILOCO_{name}" for name in _OTHER_NAMES)
-_SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS)$")
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ def resolve(
     name = values.pop("name", DEFAULT_NAME)
     store = values.pop("store", None)
     values.setdefault("run_id", None)
+    backend_args.settle(values, RunSpec.backend)
     if values["run_id"] is None:
         values["run_id"] = new_run_id(_text("name", name), rng=rng)
     spec = RunSpec(**_typed(values))
@@ -104,7 +105,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
     for key in values:
         if key not in SETTING_KEYS:
             raise _unknown_key(key, f"{path} has an unknown key", SETTING_KEYS)
-    return values
+    return backend_args.from_file(values)
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -152,7 +153,7 @@ def parse_assignments(texts: Iterable[str], what: str) -> dict[str, str]:
     return values
 
 
-def parse_set(texts: Iterable[str]) -> dict[str, Any]:
+def parse_set(texts: Iterable[str], what: str = "--set") -> dict[str, Any]:
     """``--set`` assignments: a value that is JSON is taken as such, any other as text."""
 
     def value(text: str) -> Any:
@@ -161,7 +162,7 @@ def parse_set(texts: Iterable[str]) -> dict[str, Any]:
         except ValueError:
             return text
 
-    return {key: value(text) for key, text in parse_assignments(texts, "--set").items()}
+    return {key: value(text) for key, text in parse_assignments(texts, what).items()}
 
 
 def read_env_file(path: str | Path) -> dict[str, str]:
@@ -182,6 +183,8 @@ def _merge(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             if key in _TABLES:
                 _expect(isinstance(value, Mapping), key, value, "a table")
                 value = {**merged.get(key, {}), **value}
+            elif key == "backend_args":
+                value = backend_args.merge([merged.get(key, {}), value])
             elif key == "secrets":
                 _expect(isinstance(value, (list, tuple)), key, value, "a list of names")
                 value = list(dict.fromkeys([*merged.get(key, ()), *value]))
@@ -198,14 +201,14 @@ def _typed(values: dict[str, Any]) -> dict[str, Any]:
     for key in _CAN_BE_OFF:
         if values.get(key) in _OFF:
             values[key] = None
-    for key in ("backend", "trainer", "gpu", "run_id", "reduction", "init_from"):
+    for key in ("backend", "trainer", "gpu", "run_id", "codec", "reduction", "init_from"):
         if values.get(key) is not None:
             _text(key, values[key])
     if values.get("init_from") is not None:
         values["init_from"] = _weights_uri(values["init_from"])
     for key, value in values.get("env", {}).items():
         _expect(isinstance(value, str), f"env.{key}", value, "a text")
-        if _SECRET_NAME.search(key.upper()):
+        if backend_args.looks_secret(key):
             raise ConfigError(
                 f"{key} looks like a secret, and env is stored with the run",
                 fix=f"Pass it with --secret {key}.",
@@ -242,12 +245,12 @@ def _store_uri(spec: RunSpec, store: object) -> str:
 def _from_text(key: str, text: str) -> Any:
     """A variable's text as the type of its setting."""
     parsers: dict[str, Callable[[str], Any]] = {
-        **dict.fromkeys(("replicas", "sync_every", "rounds", "fragments", "seed"), int),
+        **dict.fromkeys(("replicas", "reducers", "sync_every", "rounds", "fragments", "seed"), int),
         **dict.fromkeys(("fragment_sync_delay", "snapshot_every", "quorum", "max_restarts"), int),
         **dict.fromkeys(("fragment_update_alpha", "outer_lr", "outer_momentum"), float),
         **dict.fromkeys(("nesterov", "checkpoint_inner", "signed"), _boolean),
         "outlier_norm": lambda value: value if value in _OFF else float(value),
-        "trainer_args": lambda value: parse_json_object(value, "DILOCO_TRAINER_ARGS"),
+        **{key: _object_of(key) for key in ("trainer_args", "backend_args")},
         "secrets": lambda value: [name.strip() for name in value.split(",") if name.strip()],
     }
     try:
@@ -260,6 +263,10 @@ def _from_text(key: str, text: str) -> Any:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{_variable(key)} is {text!r}", fix="It must be a number.") from None
+
+
+def _object_of(key: str) -> Callable[[str], dict[str, Any]]:
+    return lambda text: parse_json_object(text, _variable(key))
 
 
 def _boolean(text: str) -> bool:

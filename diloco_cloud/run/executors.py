@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from threading import Lock
+from types import MappingProxyType
+from typing import Any
 
 from diloco_cloud.errors import UsageError
 from diloco_cloud.executor import ServerlessExecutor
@@ -15,10 +18,17 @@ class Executors:
     Args:
         backend: entry-point name of the backend that ``given`` belongs to.
         given: its executor; default: the registry's.
+        args: by backend, keyword arguments of its executor.
     """
 
-    def __init__(self, backend: str, given: ServerlessExecutor | None = None) -> None:
+    def __init__(
+        self,
+        backend: str,
+        given: ServerlessExecutor | None = None,
+        args: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    ) -> None:
         self.default = backend
+        self._args = args
         self._made = {} if given is None else {backend: given}
         self._lock = Lock()
 
@@ -31,7 +41,7 @@ class Executors:
         name = backend or self.default
         with self._lock:
             if name not in self._made:
-                self._made[name] = get_executor(name)
+                self._made[name] = get_executor(name, **self._args.get(name, {}))
             return self._made[name]
 
     def find(self, backend: str) -> tuple[ServerlessExecutor | None, str | None]:

@@ -14,7 +14,7 @@ import platform
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from diloco_cloud import keys
 from diloco_cloud.errors import DilocoError
@@ -23,6 +23,8 @@ from diloco_cloud.run.restart import RENEWAL_S
 from diloco_cloud.store.base import ObjectStore
 
 logger = logging.getLogger(__name__)
+
+StartedBy: TypeAlias = Literal["launch", "resume", "supervisor"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class Start:
     attempt: int
     backend: str
     world_size: int
-    by: Literal["launch", "resume", "supervisor"]
+    by: StartedBy
     after: Mapping[int, str] = field(default_factory=dict)
     in_a_row: int = 0
 

@@ -7,14 +7,15 @@ import time
 from collections.abc import Callable
 
 from diloco_cloud.errors import ConfigError, NotFoundError
-from diloco_cloud.executor import ServerlessExecutor
+from diloco_cloud.executor import ChecksLaunch, PreviewsLaunch, ServerlessExecutor
 from diloco_cloud.executor_registry import get_executor
 from diloco_cloud.run.intents import Start, announce
 from diloco_cloud.run.preflight import check_environment, check_trainer
 from diloco_cloud.run.record import create_run
+from diloco_cloud.run.reducers import reducers_request
 from diloco_cloud.run.run import Run
 from diloco_cloud.run.spec import RunSpec
-from diloco_cloud.run.start import start_replicas
+from diloco_cloud.run.start import LaunchRequest, build_request, start_replicas
 from diloco_cloud.store import open_store, probe_store
 
 
@@ -24,12 +25,32 @@ def check_launch(spec: RunSpec, executor: ServerlessExecutor | None = None) -> S
     Raises:
         UsageError: the backend, the trainer, a dependency or a secret is not there.
     """
-    found = get_executor(spec.backend) if executor is None else executor
+    args = spec.backend_args.get(spec.backend, {})
+    found = get_executor(spec.backend, **args) if executor is None else executor
     check_trainer(
         spec.trainer, spec.trainer_args, os.getcwd(), settings=spec.changed_trainer_settings
     )
     check_environment(spec)
     return found
+
+
+def check_request(spec: RunSpec, executor: ServerlessExecutor, run_uri: str) -> None:
+    """Let the executor find out what it can, before anything is written.
+
+    Raises:
+        UsageError: its provider could not satisfy the request.
+    """
+    for request in build_requests(spec, run_uri):
+        if isinstance(executor, PreviewsLaunch):
+            request.submit(executor.preview_launch)
+        if isinstance(executor, ChecksLaunch):
+            request.submit(executor.check_launch)
+
+
+def build_requests(spec: RunSpec, run_uri: str) -> list[LaunchRequest]:
+    """What the executor is asked for at a launch: replicas, and reducers if there are any."""
+    replicas = build_request(spec, run_uri)
+    return [replicas, reducers_request(spec, run_uri)] if spec.reducers else [replicas]
 
 
 def check_start(spec: RunSpec) -> None:
@@ -77,6 +98,7 @@ def launch(
     store = open_store(os.fspath(store_uri))
     probe_store(store)
     prefix = store.child(spec.run_id)
+    check_request(spec, found, prefix.uri)
     record = create_run(prefix, spec, created_at=clock())
     start = Start(
         ranks=range(spec.replicas),
@@ -87,4 +109,6 @@ def launch(
     )
     announce(prefix, start, at=clock())
     start_replicas(prefix, record, found, start, clock=clock)
-    return Run(prefix, record, executor=found, clock=clock)
+    run = Run(prefix, record, executor=found, clock=clock)
+    run.start_reducers()
+    return run

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from diloco_cloud import keys
-from diloco_cloud.errors import DilocoError, UsageError
+from diloco_cloud.errors import DilocoError, LaunchError, UsageError
+from diloco_cloud.executor import ForgetsReplicas, RecoversReplicas, ReleasesRun
+from diloco_cloud.run.elsewhere import STOP_COMMANDS
 from diloco_cloud.run.executors import Executors
 from diloco_cloud.run.lives import read_lives
 from diloco_cloud.run.observe import Observer
@@ -61,13 +63,36 @@ def cancel(
     for view in concerned:
         wish(view.rank, view.attempt)
     handles = observer.handles()
+    failures: list[LaunchError] = []
     for view in concerned:
         attempt, launched = handles[view.rank]
         if attempt > view.attempt:  # started meanwhile
             wish(view.rank, attempt)
         if launched is not None and (attempt > view.attempt or not view.ended):
-            executors.get(launched.backend).cancel(launched.handle)
+            try:
+                executors.get(launched.backend).cancel(launched.handle)
+            except LaunchError as error:  # the others are to end all the same
+                failures.append(error)
+    if failures:
+        raise failures[0]
+    unrecorded = [view for view in concerned if handles[view.rank][1] is None]
+    _cancel_unrecorded(status.run_id, unrecorded, executors)
     return [view.rank for view in concerned if _goes_on(view, handles[view.rank][0])]
+
+
+def _cancel_unrecorded(run_id: str, views: Sequence[ReplicaView], executors: Executors) -> None:
+    """End what a launcher started that died before it could write down the provider's id."""
+    for backend in {view.backend for view in views if view.backend is not None}:
+        if backend in STOP_COMMANDS:
+            command = STOP_COMMANDS[backend].format(run_id=run_id)
+            logger.warning("what %s has started, it stops: %s", backend, command)
+            continue
+        ranks = {view.rank for view in views if view.backend == backend}
+        executor = executors.get(backend)
+        if isinstance(executor, RecoversReplicas):
+            for handle in executor.recover(run_id):
+                if handle.rank in ranks:
+                    executor.cancel(handle)
 
 
 def _goes_on(view: ReplicaView, newest: int) -> bool:
@@ -117,8 +142,16 @@ def forget(lives: Sequence[Launched], executors: Executors) -> None:
     """
     try:
         for launched in lives:
-            delete_records = getattr(executors.get(launched.backend), "forget", None)
-            if delete_records is not None:
-                delete_records(launched.handle)
+            executor = executors.get(launched.backend)
+            if isinstance(executor, ForgetsReplicas):
+                executor.forget(launched.handle)
     except Exception as error:  # the run itself is gone, which is what was asked for
         logger.warning("the replicas' own records are still there: %s", error)
+
+
+def release(status: RunStatus, executors: Executors) -> None:
+    """Let executors give back what they keep for a run that has ended."""
+    for backend in {view.backend or status.backend for view in status.replicas}:
+        executor, _ = executors.find(backend)
+        if executor is not None and isinstance(executor, ReleasesRun):
+            executor.release(status.run_id)

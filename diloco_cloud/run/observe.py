@@ -1,8 +1,8 @@
 """Gathers what the prefix and the executors say about a run, with few requests.
 
-One observation costs three listings, one read per live replica's heartbeat and per round that was
-decided since the last, and one ``poll`` per replica that has not ended. Objects written once are
-read once.
+One observation costs three listings (five where there are reducers), one read per live replica's
+heartbeat and per round that was decided since the last, and one ``poll`` per replica that has not
+ended. Objects written once are read once.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Observer:
         if not lives.kinds:
             self._require_run()
         self.lives, self.averaging = lives, self._commits.read()
-        look = _Look(lives, self.size(lives), self.averaging, self._heartbeat_times(), [])
+        look = _Look(lives, self.size(lives), self.averaging, _heartbeat_times(self._store), [])
         ranks = range(self.ranks(lives))
         views = tuple(_parallel(lambda rank: self._view(rank, look), ranks))
         rounds = None if spec.rounds is None else spec.rounds * spec.fragments
@@ -117,6 +117,8 @@ class Observer:
             over=over,
             supervised=supervised,
             last_commit=_shown(look.averaging.newest),
+            reducers=spec.reducers,
+            reducers_alive=self._reducers_alive(),
             note=next(iter(look.notes), None),
         )
 
@@ -280,13 +282,17 @@ class Observer:
             self._immutable[key] = values
         return self._immutable[key]
 
-    def _heartbeat_times(self) -> dict[int, float]:
-        found = {}
-        for info in self._store.list(keys.ALIVE):
-            name = info.key.removeprefix(keys.ALIVE).removesuffix(".json")
-            if name.isdigit():
-                found[int(name)] = info.last_modified
-        return found
+    def _reducers_alive(self) -> int:
+        """How many reducers give signs of life, and have not said that they end."""
+        if not self._record.spec.reducers:
+            return 0
+        store = self._store.child(keys.REDUCERS)
+        lives, stale_s = read_lives(store), stale_after(self._record.spec.heartbeat)
+        return sum(
+            "outcome" not in lives.of(index, lives.newest(index) or 0)
+            and self._age(at, exact=True) <= stale_s
+            for index, at in _heartbeat_times(store).items()
+        )
 
     def _age(self, at: float, *, exact: bool) -> float:
         """Seconds since the store's time ``at``; ``exact`` where a state hangs on it."""
@@ -302,6 +308,12 @@ class Observer:
         except StoreError as error:  # read-only access still deserves an answer
             logger.info("the store's clock cannot be read (%s); trusting this machine's", error)
             return 0.0
+
+
+def _heartbeat_times(store: ObjectStore) -> dict[int, float]:
+    """By rank, when its heartbeat was written, by the store's clock."""
+    found = {keys.parse_alive(info.key): info.last_modified for info in store.list(keys.ALIVE)}
+    return {rank: at for rank, at in found.items() if rank is not None}
 
 
 def _shown(commit: Mapping[str, Any] | None) -> dict[str, Any] | None:

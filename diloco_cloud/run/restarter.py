@@ -17,6 +17,7 @@ from diloco_cloud.errors import (
     UnreachableError,
     UsageError,
 )
+from diloco_cloud.executor import ServerlessExecutor
 from diloco_cloud.run.executors import Executors
 from diloco_cloud.run.intents import Start, announce
 from diloco_cloud.run.lives import Life, read_lives
@@ -60,7 +61,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class _Restart:
+class Restart:
     """A replica that is to be started again.
 
     Attributes:
@@ -86,6 +87,9 @@ class Restarter:
         on_event: told what happens.
         clock: seconds since the epoch.
     """
+
+    #: What events call the one that is started.
+    noun = "replica"
 
     def __init__(
         self,
@@ -126,7 +130,7 @@ class Restarter:
 
     # -- deciding ------------------------------------------------------------------------------
 
-    def _plan(self, view: ReplicaView, status: RunStatus, now: float) -> _Restart | None:
+    def _plan(self, view: ReplicaView, status: RunStatus, now: float) -> Restart | None:
         """The restart of a replica, if it needs one and may have it."""
         if view.retired or (view.rank, view.attempt) in self._settled:
             return None
@@ -134,7 +138,7 @@ class Restarter:
             if view.launched or (view.starting_s or 0.0) <= ABANDONED_S:
                 return None
             # Whoever announced its start died before there was anything to count.
-            return _Restart(view, self._in_a_row(view), now)
+            return Restart(view, self._in_a_row(view), now)
         if view.state != "failed":
             return None
         count = 1 + (0 if self._has_progressed(view) else self._in_a_row(view))
@@ -145,7 +149,7 @@ class Restarter:
         elif count > self._max:
             self._give_up(view)
         else:
-            return _Restart(view, count, self._due(view, count, now))
+            return Restart(view, count, self._due(view, count, now))
         return None
 
     def _in_a_row(self, view: ReplicaView) -> int:
@@ -163,7 +167,7 @@ class Restarter:
         if life not in self._deaths:
             self._deaths[life] = now
             when = f" in {delay:.0f} s" if delay else ""
-            text = f"{_ended(view)}; restart {count} of {self._max} in a row{when}"
+            text = f"{self._ended(view)}; restart {count} of {self._max} in a row{when}"
             self._on_event(self._event("died", text, *life))
         return self._deaths[life] + delay
 
@@ -177,25 +181,31 @@ class Restarter:
     def _settle(self, view: ReplicaView, why: str) -> None:
         life = (view.rank, view.attempt)
         self._settled.add(life)
-        self._on_event(self._event("given_up", f"{_ended(view)}; not started again: {why}", *life))
+        self._on_event(
+            self._event("given_up", f"{self._ended(view)}; not started again: {why}", *life)
+        )
 
     # -- acting --------------------------------------------------------------------------------
 
-    def _start(self, restart: _Restart, size: int) -> Event | None:
+    def _start(self, restart: Restart, size: int) -> Event | None:
         """Start a replica again, unless somebody else does; runs in a thread of its own."""
         rank = restart.view.rank
         try:
             attempt = self._start_or_raise(restart, size)
         except (LaunchError, UsageError) as error:  # recorded, for the next look to read
-            return self._event("refused", f"replica {rank} was not started: {error.message}", rank)
+            return self._event(
+                "refused", f"{self.noun} {rank} was not started: {error.message}", rank
+            )
         except (UnreachableError, ThrottledError, ExpiredCredentialsError) as error:
-            return self._event("trouble", f"replica {rank} was not started: {error.message}", rank)
+            return self._event(
+                "trouble", f"{self.noun} {rank} was not started: {error.message}", rank
+            )
         if attempt is None:
             return None
-        text = f"replica {rank} is started again, as attempt {attempt}"
+        text = f"{self.noun} {rank} is started again, as attempt {attempt}"
         return self._event("restarted", text, rank, attempt)
 
-    def _start_or_raise(self, restart: _Restart, size: int) -> int | None:
+    def _start_or_raise(self, restart: Restart, size: int) -> int | None:
         """Start a replica again; its attempt, or None where it was not ours to start."""
         view = restart.view
         backend = view.backend or self._record.spec.backend
@@ -213,8 +223,11 @@ class Restarter:
             return None  # another supervisor's, or a user's: the next look shows what came of it
         if self._is_unwanted(view, start.attempt):
             return None
-        start_replicas(self._store, self._record, executor, start, clock=self._clock)
+        self._launch(executor, start)
         return start.attempt
+
+    def _launch(self, executor: ServerlessExecutor, start: Start) -> None:
+        start_replicas(self._store, self._record, executor, start, clock=self._clock)
 
     def _is_unwanted(self, view: ReplicaView, attempt: int) -> bool:
         """Whether a user cancelled the replica after it was looked at.
@@ -233,7 +246,6 @@ class Restarter:
     ) -> Event:
         return Event(kind=kind, time=self._clock(), text=text, rank=rank, attempt=attempt)
 
-
-def _ended(view: ReplicaView) -> str:
-    life = f" (attempt {view.attempt})" if view.attempt else ""
-    return f"replica {view.rank}{life} ended: {why_ended(view)}"
+    def _ended(self, view: ReplicaView) -> str:
+        life = f" (attempt {view.attempt})" if view.attempt else ""
+        return f"{self.noun} {view.rank}{life} ended: {why_ended(view)}"

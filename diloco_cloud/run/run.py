@@ -16,6 +16,7 @@ from diloco_cloud.run.follow import read_logs
 from diloco_cloud.run.logs import LogLine
 from diloco_cloud.run.observe import Observer
 from diloco_cloud.run.record import RunRecord, parent_uri, read_run, run_not_found
+from diloco_cloud.run.reducers import Reducers
 from diloco_cloud.run.restarter import Event
 from diloco_cloud.run.results import RunResults, read_metrics, read_results
 from diloco_cloud.run.resume import resume
@@ -57,10 +58,12 @@ class Run:
     ) -> None:
         self._store = store
         self._record = record
-        self._executors = Executors(record.spec.backend, executor)
+        spec = record.spec
+        self._executors = Executors(spec.backend, executor, spec.backend_args)
         self._clock = clock
         self._sleep = sleep
         self._observer = Observer(store, record, self._executors, clock=clock)
+        self._reducers = Reducers(store, record, self._executors, clock=clock)
 
     @classmethod
     def open(
@@ -129,7 +132,11 @@ class Run:
 
     def status(self) -> RunStatus:
         """What the prefix and the executor say now."""
-        return self._observer.observe()
+        status = self._observer.observe()
+        if status.is_terminal:
+            lifecycle.release(status, self._executors)
+            self._reducers.release()
+        return status
 
     def watch(self, interval: float | None = None) -> Iterator[RunStatus]:
         """Statuses until the run has ended, the last one being terminal.
@@ -203,12 +210,18 @@ class Run:
     def cancel(self, ranks: Sequence[int] | None = None) -> list[int]:
         """Ask replicas to stop; returns the ranks asked. Replicas that have ended are left alone.
 
+        Reducers are asked too, unless ranks are named.
+
         Raises:
             UsageError: a rank that the run does not have, or its executor is not installed here.
         """
-        return lifecycle.cancel(
-            self._store, self._observer, self._executors, ranks, clock=self._clock
-        )
+        try:
+            return lifecycle.cancel(
+                self._store, self._observer, self._executors, ranks, clock=self._clock
+            )
+        finally:
+            if ranks is None:
+                self._reducers.cancel()
 
     def resume(
         self,
@@ -229,7 +242,7 @@ class Run:
             UsageError: nothing to resume: the run has succeeded, or its replicas are running.
             LaunchError: the backend failed; what had been started on it was cancelled.
         """
-        return resume(
+        started = resume(
             self._store,
             self._record,
             self._observer,
@@ -239,6 +252,19 @@ class Run:
             backend=backend,
             clock=self._clock,
         )
+        self._reducers.resume()
+        return started
+
+    def start_reducers(self) -> None:
+        """Start the volunteer reducers of a run that has just been launched.
+
+        Where there is no room for them, that is logged, and the run goes on without.
+        """
+        try:
+            self._reducers.launch()
+        except BaseException:  # Ctrl-C too must not leave billed replicas behind
+            self.cancel()
+            raise
 
     def supervisor(
         self,
@@ -296,14 +322,15 @@ class Run:
 
         Raises:
             UsageError: the run is still going, and ``cancel`` is false.
-            DilocoError: the replicas did not end in time; nothing was deleted.
+            DilocoError: the replicas or reducers did not end in time; nothing was deleted.
         """
         status = self.status()
         if not status.is_terminal:
             lifecycle.refuse_unless(cancel, status)
             self.cancel()
             lifecycle.require_ended(self.wait(timeout))
-        launched = lifecycle.every_launch(self._store)
+        self._reducers.stop(timeout, self._sleep)
+        launched = [*lifecycle.every_launch(self._store), *self._reducers.launched()]
         count = lifecycle.delete(self._store)
         lifecycle.forget(launched, self._executors)
         return count

@@ -12,11 +12,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from blake3 import blake3
 
+from diloco_cloud import horizon
+from diloco_cloud.codec_registry import require_codec
 from diloco_cloud.errors import ConfigError
+from diloco_cloud.horizon import OuterOptimizer, OuterStep
 
 SPEC_VERSION = 1
 _AT_LEAST_1 = (
@@ -28,7 +31,9 @@ _AT_LEAST_1 = (
     "quorum",
     "timeout",
 )
-_OPTIONAL = ("rounds", "quorum", "grace", "outlier_norm")
+#: Given together, or decided by ``outer_optimizer``.
+_OUTER = ("outer_lr", "outer_momentum", "nesterov")
+_OPTIONAL = ("rounds", "quorum", "grace", "outlier_norm", *_OUTER)
 _POSITIVE = ("round_timeout", "join_timeout", "heartbeat", "outer_lr")
 _NUMBERS = (
     "grace",
@@ -47,17 +52,26 @@ TRAINER_SETTINGS = (
     "fragments",
     "fragment_sync_delay",
     "fragment_update_alpha",
-    "outer_lr",
-    "outer_momentum",
-    "nesterov",
+    *_OUTER,
     "seed",
 )
+#: More add nothing: each takes chunks of a round, and a fast link carries many replicas' worth.
+MOST_REDUCERS = 64
 #: Variable that holds the key of a signed run; sent to replicas as a secret.
 RUN_KEY_ENV = "DILOCO_RUN_KEY"
 #: Run ids name provider jobs too, so they keep to what all providers accept.
 RUN_ID = re.compile(r"[a-z][a-z0-9-]{0,38}[a-z0-9]")
 
 Reduction: TypeAlias = Literal["auto", "all-gather", "sharded"]
+Merge: TypeAlias = Literal["mean", "rda"]
+Weighting: TypeAlias = Literal["tokens", "equal", "quality"]
+#: Settings that are one of a few words.
+_WORDS: dict[str, tuple[str, ...]] = {
+    "reduction": get_args(Reduction),
+    "merge": get_args(Merge),
+    "weighting": get_args(Weighting),
+    "outer_optimizer": get_args(OuterOptimizer),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +81,8 @@ class RunSpec:
     Attributes:
         run_id: the last segment of the run's prefix.
         backend: entry-point name of the executor.
+        backend_args: by backend, keyword arguments of its executor. Never put a secret here: it is
+            stored.
         replicas: number of ranks.
         trainer: "package.module:function", called as ``train(*, manager, rank,
             world_size, **trainer_args)``.
@@ -76,11 +92,22 @@ class RunSpec:
         fragments: parts of the model synchronised in turn; 1 is plain DiLoCo.
         fragment_sync_delay: inner steps a transfer overlaps (tau, arXiv:2501.18512).
         fragment_update_alpha: weight of the local parameters in the merge, 0 to 1.
-        outer_lr, outer_momentum, nesterov: outer SGD (arXiv:2311.08105, section 3).
+        outer_optimizer: "averaging" or "nesterov", as :mod:`diloco_cloud.horizon` has them; "auto"
+            is the one that suits the run's length; "sgd" is what the next three say.
+        outer_lr, outer_momentum, nesterov: outer SGD (arXiv:2311.08105, section 3): 0.7, 0.9 and
+            True, or as ``outer_optimizer`` has them. It becomes "sgd" where it is "auto" and one of
+            them is given.
+        merge: "mean", or "rda": directions and lengths averaged on their own, tensor by tensor, but
+            for embeddings (Decoupled DiLoCo, arXiv:2604.21428).
+        weighting: contributions count by "tokens", all the same ("equal"), or by "quality": tokens
+            times tokens per inner step (Decoupled DiLoCo).
         seed: of the initial weights and, with the rank, of everything random in a replica.
         init_from: URI of the safetensors file the run begins with; None: replica 0's own weights.
-        reduction: "all-gather" (everyone reads everything), "sharded" (rank k reduces shard k) or
-            "auto", by which moves fewer bytes.
+        codec: how contributions are encoded: "fp32" (as they are), "bf16", "int8", "e3m0", "e2m1",
+            "sparse", or one of an installed package.
+        reduction: "all-gather" (everyone reads everything), "sharded" (rank k averages every N-th
+            chunk) or "auto", by which moves fewer bytes.
+        reducers: jobs without a GPU that average chunks in the replicas' place.
         snapshot_every: rounds between two snapshots of the outer state.
         quorum: contributions without which no round is decided; None: half of the replicas that
             are there, so that any survivor goes on.
@@ -104,6 +131,7 @@ class RunSpec:
 
     run_id: str
     backend: str = "local"
+    backend_args: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     replicas: int = 4
     trainer: str = "diloco_cloud.trainers.language_model:train"
     trainer_args: Mapping[str, Any] = field(default_factory=dict)
@@ -112,12 +140,17 @@ class RunSpec:
     fragments: int = 1
     fragment_sync_delay: int = 0
     fragment_update_alpha: float = 0.0
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    nesterov: bool = True
+    outer_optimizer: OuterOptimizer = "auto"
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    nesterov: bool | None = None
+    merge: Merge = "mean"
+    weighting: Weighting = "tokens"
     seed: int = 0
     init_from: str | None = None
+    codec: str = "fp32"
     reduction: Reduction = "auto"
+    reducers: int = 0
     snapshot_every: int = 5
     quorum: int | None = None
     grace: float | None = None
@@ -136,6 +169,7 @@ class RunSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "secrets", tuple(self.secrets))
         _check_types(self)
+        _settle_outer_step(self)
         _validate(self)
 
     def to_json(self) -> dict[str, Any]:
@@ -156,14 +190,30 @@ class RunSpec:
                 f"the run's spec has unknown settings: {', '.join(unknown)}",
                 fix="It was written by another version of diloco-cloud; use that version.",
             )
-        return cls(**values)
+        spec = cls(**values)
+        if values.get("outer_optimizer") == "auto":
+            # The launcher's choice stands, also where another version would choose otherwise.
+            for name in ("outer_optimizer", *_OUTER):
+                object.__setattr__(spec, name, values.get(name, getattr(spec, name)))
+        return spec
 
     @property
     def changed_trainer_settings(self) -> dict[str, Any]:
         """Those of :data:`TRAINER_SETTINGS` that differ from their defaults."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        # Chosen for them, no trainer has to take them; else, they are what trainers begin with.
+        chosen = self.outer_step if self.outer_optimizer == "auto" else horizon.PUBLISHED
+        defaults |= dict(zip(_OUTER, chosen, strict=True))
         values = {name: getattr(self, name) for name in TRAINER_SETTINGS}
         return {name: value for name, value in values.items() if value != defaults[name]}
+
+    @property
+    def outer_step(self) -> OuterStep:
+        """The outer SGD's settings, decided."""
+        assert self.outer_lr is not None
+        assert self.outer_momentum is not None
+        assert self.nesterov is not None
+        return OuterStep(self.outer_lr, self.outer_momentum, self.nesterov)
 
     @property
     def secret_names(self) -> tuple[str, ...]:
@@ -207,6 +257,22 @@ def _validate(spec: RunSpec) -> None:
         "It must be at least 0 seconds.",
     )
     check(
+        0 <= spec.reducers <= MOST_REDUCERS,
+        f"reducers is {spec.reducers!r}",
+        f"It must be between 0 and {MOST_REDUCERS}.",
+    )
+    check(
+        not (spec.reducers and spec.reduction == "all-gather"),
+        f"{spec.reducers} reducers would have nothing to do: reduction is all-gather",
+        'Set reduction to "auto" or "sharded", or leave reducers out.',
+    )
+    require_codec(spec.codec)
+    check(
+        not (spec.merge == "rda" and spec.codec == "sparse"),
+        "merge rda does not go with the codec sparse",
+        "The few values that sparse sends would be stretched to the length of all: use mean.",
+    )
+    check(
         spec.max_restarts >= 0, f"max_restarts is {spec.max_restarts!r}", "It must be at least 0."
     )
     check(
@@ -215,12 +281,12 @@ def _validate(spec: RunSpec) -> None:
         "It must be above 1: a multiple of the median norm.",
     )
     check(
-        0 <= spec.outer_momentum < 1,
+        0 <= spec.outer_step.momentum < 1,
         f"outer_momentum is {spec.outer_momentum!r}",
         "It must be at least 0 and below 1.",
     )
     check(
-        not (spec.nesterov and spec.outer_momentum == 0),
+        not (spec.nesterov and spec.outer_step.momentum == 0),
         "nesterov needs a momentum",
         "Set outer_momentum above 0, or nesterov to false.",
     )
@@ -239,25 +305,34 @@ def _validate(spec: RunSpec) -> None:
         f"fragment_sync_delay is {spec.fragment_sync_delay!r}",
         "It must be at least 0 and below sync_every / fragments.",
     )
-    check(
-        spec.reduction in ("auto", "all-gather", "sharded"),
-        f"reduction is {spec.reduction!r}",
-        'It must be "auto", "all-gather" or "sharded".',
-    )
     _check_trainer_name(spec.trainer)
-    try:
-        json.dumps(spec.trainer_args)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"trainer_args are not JSON: {error}", fix="Use strings, numbers, lists and tables."
-        ) from None
+    for name in ("trainer_args", "backend_args"):
+        try:
+            json.dumps(getattr(spec, name))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{name} are not JSON: {error}", fix="Use strings, numbers, lists and tables."
+            ) from None
+
+
+def _settle_outer_step(spec: RunSpec) -> None:
+    """Decide what is not given of the outer optimizer."""
+    given = {name: getattr(spec, name) for name in _OUTER if getattr(spec, name) is not None}
+    if given and spec.outer_optimizer == "auto":
+        object.__setattr__(spec, "outer_optimizer", "sgd")
+    step = horizon.outer_step(spec.outer_optimizer, spec.rounds, spec.sync_every)
+    values = {**dict(zip(_OUTER, step, strict=True)), **given}
+    if values["outer_momentum"] == 0 and "nesterov" not in given:
+        values["nesterov"] = False
+    for name, value in values.items():
+        object.__setattr__(spec, name, value)
 
 
 def _check_types(spec: RunSpec) -> None:
     """Raise ``ConfigError`` for a setting of the wrong type; what is compared later is a number."""
     wanted: dict[str, tuple[Callable[[object], bool], str]] = {
         **dict.fromkeys(
-            ("seed", "fragment_sync_delay", "max_restarts", *_AT_LEAST_1),
+            ("seed", "fragment_sync_delay", "max_restarts", "reducers", *_AT_LEAST_1),
             (_is_int, "a whole number"),
         ),
         **dict.fromkeys(_NUMBERS, (_is_number, "a number")),
@@ -267,6 +342,13 @@ def _check_types(spec: RunSpec) -> None:
         value = getattr(spec, name)
         if not is_right(value) and not (name in _OPTIONAL and value is None):
             raise ConfigError(f"{name} is {value!r}", fix=f"It must be {kind}.")
+    for name, words in _WORDS.items():
+        if getattr(spec, name) not in words:
+            *others, last = (f'"{word}"' for word in words)
+            raise ConfigError(
+                f"{name} is {getattr(spec, name)!r}",
+                fix=f"It must be {', '.join(others)} or {last}.",
+            )
 
 
 def _check_trainer_name(trainer: str) -> None:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from diloco_cloud import keys
 from diloco_cloud.errors import DilocoError, LaunchError, UsageError
@@ -24,6 +24,8 @@ from diloco_cloud.store.base import ObjectStore
 logger = logging.getLogger(__name__)
 
 ENTRYPOINT = "diloco_cloud.replica_entrypoint"
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,19 @@ class LaunchRequest:
     gpu: str | None
     timeout: int
     options: LaunchOptions
+
+    def submit(
+        self, method: Callable[..., _T], on_launched: Callable[[ReplicaHandle], None] | None = None
+    ) -> _T:
+        """Call a method of an executor that takes what ``launch_replicas`` takes."""
+        return method(
+            self.n_replicas,
+            self.entrypoint,
+            self.entrypoint_args,
+            gpu=self.gpu,
+            timeout=self.timeout,
+            options=dataclasses.replace(self.options, on_launched=on_launched),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values, without the callback."""
@@ -82,6 +97,7 @@ def start_replicas(
     executor: ServerlessExecutor,
     start: Start,
     *,
+    request: LaunchRequest | None = None,
     clock: Callable[[], float] = time.time,
 ) -> None:
     """Start replicas that were announced, recording each handle as it comes; all or none.
@@ -91,6 +107,7 @@ def start_replicas(
         record: what its ``run.json`` says.
         executor: of ``start.backend``.
         start: at least one rank, whose intents are written.
+        request: what the executor is asked for; default: replicas of the run.
         clock: seconds since the epoch.
 
     Raises:
@@ -102,23 +119,17 @@ def start_replicas(
         started.append(handle)
         write_launched(store, Launched(start.attempt, start.backend, handle), at=clock())
 
-    request = build_request(
-        record.spec,
-        store.uri,
-        ranks=start.ranks,
-        attempt=start.attempt,
-        world_size=start.world_size,
-    )
+    if request is None:
+        request = build_request(
+            record.spec,
+            store.uri,
+            ranks=start.ranks,
+            attempt=start.attempt,
+            world_size=start.world_size,
+        )
     try:
         with import_path(record.directory), kept_fresh(store, start, at=clock()):
-            handles = executor.launch_replicas(
-                request.n_replicas,
-                request.entrypoint,
-                request.entrypoint_args,
-                gpu=request.gpu,
-                timeout=request.timeout,
-                options=dataclasses.replace(request.options, on_launched=record_handle),
-            )
+            handles = request.submit(executor.launch_replicas, record_handle)
         recorded = {handle.rank for handle in started}
         for handle in handles:  # an executor may know its handles only at the end
             if handle.rank not in recorded:

@@ -92,6 +92,8 @@ class RunStatus:
         supervised: a supervisor has looked at the run within the last minute.
         missing: ranks that are not where the others are, and why.
         last_commit: round, fragment, decision, contributors and excluded of the newest commit.
+        reducers: volunteer reducers that the run was launched with.
+        reducers_alive: how many of them give signs of life.
         note: why an executor could not be asked, where one could not.
     """
 
@@ -111,6 +113,8 @@ class RunStatus:
     over: bool = False
     supervised: bool = False
     last_commit: Mapping[str, Any] | None = None
+    reducers: int = 0
+    reducers_alive: int = 0
     note: str | None = None
 
     @property

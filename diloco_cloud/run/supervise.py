@@ -24,9 +24,11 @@ from diloco_cloud.errors import (
     UnreachableError,
 )
 from diloco_cloud.run.executors import Executors
+from diloco_cloud.run.lifecycle import release
 from diloco_cloud.run.observe import Observer
 from diloco_cloud.run.preflight import check_environment
 from diloco_cloud.run.record import RunRecord
+from diloco_cloud.run.reducers import Reducers
 from diloco_cloud.run.restart import UNSUPERVISED_S
 from diloco_cloud.run.restarter import Event, Restarter
 from diloco_cloud.run.start import import_path
@@ -87,6 +89,9 @@ class Supervisor:
             on_event=on_event,
             clock=clock,
         )
+        self._reducers = Reducers(
+            store, record, executors, max_restarts=self._max, on_event=on_event, clock=clock
+        )
         self._checked: set[str] = set()
         self._sign = keys.supervisor(os.urandom(4).hex())
         self._signed_at: float | None = None
@@ -126,6 +131,7 @@ class Supervisor:
             return False
         self._require_backends(status)
         self._give_sign()
+        self._reducers.look(status)
         return self._restarter.look(status)
 
     def _follow(self, interval: float) -> Iterator[RunStatus]:
@@ -143,6 +149,8 @@ class Supervisor:
             # supervisor would start again, and this one won't, has.
             ended = all(view.ended or view.retired for view in status.replicas)
             if not more and (status.is_terminal or ended):
+                release(status, self._executors)
+                self._reducers.end()
                 return
             self._sleep(interval)
 

@@ -26,6 +26,7 @@ Client: TypeAlias = Union["S3Store", "GCSStore", "AzureStore"]
 
 #: Extra of this package that brings the client, by scheme.
 EXTRAS: Final = {"s3": "s3", "gs": "gcs", "az": "azure", "hf": "s3"}
+#: The hub's S3 gateway; another one, such as a test's, is named by ``DILOCO_HF_S3_ENDPOINT``.
 HF_ENDPOINT: Final = "https://s3.hf.co"
 
 #: The client's own 30 s would cut a large transfer off; ``read_timeout`` bounds silence instead.
@@ -137,7 +138,8 @@ def _client(scheme: str, bucket: str, options: Mapping[str, Any]) -> Client:
     if scheme == "az":
         return AzureStore(bucket, **common)
     namespace, _, name = bucket.rpartition("/")
-    endpoint = f"{HF_ENDPOINT}/{namespace}" if scheme == "hf" else _s3_endpoint()
+    gateway = os.environ.get("DILOCO_HF_S3_ENDPOINT") or HF_ENDPOINT
+    endpoint = f"{gateway}/{namespace}" if scheme == "hf" else _s3_endpoint()
     config: dict[str, Any] = {}
     if endpoint:
         # Path style, obstore's default, is what servers other than Amazon's understand.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 
 from diloco_cloud.errors import AlreadyExistsError, CorruptError, NotFoundError
@@ -11,11 +12,30 @@ from diloco_cloud.store.base import Data, ObjectInfo, buffers, check_key, check_
 
 
 class _Bucket:
-    """Named objects (bytes, time of writing) behind one lock."""
+    """Named objects (bytes, time of writing) behind one lock; the keys in order besides."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.objects: dict[str, tuple[bytes, float]] = {}
+        self.keys: list[str] = []
+
+    def write(self, key: str, value: bytes) -> None:
+        if key not in self.objects:
+            insort(self.keys, key)
+        self.objects[key] = (value, time.time())
+
+    def remove(self, key: str) -> None:
+        if self.objects.pop(key, None) is not None:
+            del self.keys[bisect_left(self.keys, key)]
+
+    def below(self, prefix: str) -> list[tuple[str, int, float]]:
+        """Key, size and time of what begins with ``prefix``, in order."""
+        last = prefix + "\U0010ffff"  # No key has it.
+        found = []
+        for key in self.keys[bisect_left(self.keys, prefix) : bisect_left(self.keys, last)]:
+            value, written = self.objects[key]
+            found.append((key, len(value), written))
+        return found
 
 
 _buckets: dict[str, _Bucket] = {}
@@ -47,12 +67,12 @@ class MemoryStore:
         with self._bucket.lock:
             if full in self._bucket.objects:
                 raise AlreadyExistsError(f"{self.uri}/{key} already exists")
-            self._bucket.objects[full] = (value, time.time())
+            self._bucket.write(full, value)
 
     def put(self, key: str, data: Data) -> None:
         full, value = self._full(key), b"".join(buffers(data))
         with self._bucket.lock:
-            self._bucket.objects[full] = (value, time.time())
+            self._bucket.write(full, value)
 
     def get(self, key: str) -> bytes:
         return self._read(key)[0]
@@ -78,13 +98,13 @@ class MemoryStore:
     def list(self, prefix: str = "") -> list[ObjectInfo]:
         start, cut = self._prefix + prefix, len(self._prefix)
         with self._bucket.lock:
-            found = [(k, v) for k, v in self._bucket.objects.items() if k.startswith(start)]
-        return [ObjectInfo(k[cut:], len(data), written) for k, (data, written) in sorted(found)]
+            found = self._bucket.below(start)
+        return [ObjectInfo(key[cut:], size, written) for key, size, written in found]
 
     def delete(self, key: str) -> None:
         full = self._full(key)
         with self._bucket.lock:
-            self._bucket.objects.pop(full, None)
+            self._bucket.remove(full)
 
     def delete_many(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -98,8 +118,7 @@ class MemoryStore:
 
     def _read(self, key: str) -> tuple[bytes, float]:
         full = self._full(key)
-        with self._bucket.lock:
-            try:
-                return self._bucket.objects[full]
-            except KeyError:
-                raise NotFoundError(f"{self.uri}/{key} does not exist") from None
+        try:
+            return self._bucket.objects[full]  # One step, so that no reader waits for another.
+        except KeyError:
+            raise NotFoundError(f"{self.uri}/{key} does not exist") from None

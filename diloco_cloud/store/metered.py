@@ -6,7 +6,9 @@ import builtins
 import threading
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from diloco_cloud.store.base import Data, ObjectInfo, ObjectStore, buffers
 
@@ -33,11 +35,30 @@ class Usage:
         )
 
 
-class MeteredStore:
-    """Passes every call on to ``inner`` and counts it. Children share the count."""
+class Gauge(Protocol):
+    """Told of transfers while they are under way, by whichever thread makes them."""
 
-    def __init__(self, inner: ObjectStore, meter: _Meter | None = None) -> None:
+    def sending(self, nbytes: int) -> AbstractContextManager[None]:
+        """Around a write of so many bytes."""
+
+    def receiving(self, nbytes: int) -> AbstractContextManager[None]:
+        """Around a read of so many bytes; 0 where that is not known before."""
+
+
+class MeteredStore:
+    """Passes every call on to ``inner`` and counts it. Children share the count.
+
+    Args:
+        inner: the store.
+        gauge: told of every transfer and small request.
+        meter: counts; by default one of its own.
+    """
+
+    def __init__(
+        self, inner: ObjectStore, gauge: Gauge | None = None, *, meter: _Meter | None = None
+    ) -> None:
         self._inner = inner
+        self._gauge = _NoGauge() if gauge is None else gauge
         self._meter = _Meter() if meter is None else meter
 
     @property
@@ -50,33 +71,41 @@ class MeteredStore:
 
     def create(self, key: str, data: Data) -> None:
         self._meter.request("create")
-        self._inner.create(key, data)
-        self._meter.moved(sent=_size(data))
+        size = _size(data)
+        with self._gauge.sending(size):
+            self._inner.create(key, data)
+        self._meter.moved(sent=size)
 
     def put(self, key: str, data: Data) -> None:
         self._meter.request("put")
-        self._inner.put(key, data)
-        self._meter.moved(sent=_size(data))
+        size = _size(data)
+        with self._gauge.sending(size):
+            self._inner.put(key, data)
+        self._meter.moved(sent=size)
 
     def get(self, key: str) -> bytes:
         self._meter.request("get")
-        data = self._inner.get(key)
+        with self._gauge.receiving(0):
+            data = self._inner.get(key)
         self._meter.moved(received=len(data))
         return data
 
     def get_range(self, key: str, start: int, length: int) -> memoryview:
         self._meter.request("get_range")
-        data = self._inner.get_range(key, start, length)
+        with self._gauge.receiving(length):
+            data = self._inner.get_range(key, start, length)
         self._meter.moved(received=len(data))
         return data
 
     def head(self, key: str) -> ObjectInfo:
         self._meter.request("head")
-        return self._inner.head(key)
+        with self._gauge.receiving(0):
+            return self._inner.head(key)
 
     def list(self, prefix: str = "") -> list[ObjectInfo]:
         self._meter.request("list")
-        return self._inner.list(prefix)
+        with self._gauge.receiving(0):
+            return self._inner.list(prefix)
 
     def list_dirs(self, prefix: str = "") -> builtins.list[str]:
         self._meter.request("list_dirs")
@@ -91,7 +120,16 @@ class MeteredStore:
         self._inner.delete_many(keys)
 
     def child(self, path: str) -> MeteredStore:
-        return MeteredStore(self._inner.child(path), self._meter)
+        return MeteredStore(self._inner.child(path), self._gauge, meter=self._meter)
+
+
+class _NoGauge:
+    """Nobody wants to know."""
+
+    def sending(self, _nbytes: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    receiving = sending
 
 
 class _Meter:

@@ -13,8 +13,9 @@ from diloco_cloud.chaos.chronicle import Chronicle, Entry
 from diloco_cloud.chaos.evidence import Evidence
 from diloco_cloud.chaos.referee import judge
 from diloco_cloud.chaos.storm import Fault, Injection
-from diloco_cloud.exchange.commit import DRIFTED, Commit, Exclusion, decide
+from diloco_cloud.exchange.commit import DRIFTED, Commit, Exclusion
 from diloco_cloud.exchange.contribution import Header
+from diloco_cloud.exchange.deciding import decide
 from diloco_cloud.exchange.history import History
 from diloco_cloud.store.memory import MemoryStore
 

@@ -100,9 +100,9 @@ def test_launch_dry_run_warns_of_a_gpu_that_changes_nothing(call: Call) -> None:
 
 
 def test_launch_on_an_absent_backend_asks_nothing_else(call: Call) -> None:
-    result = call("launch", "--backend", "modal")
+    result = call("launch", "--backend", "nimbus")
     assert result.exit_code == 2
-    assert result.stderr.startswith("Error: the backend 'modal' is not installed\n  Installed: ")
+    assert result.stderr.startswith("Error: there is no backend 'nimbus'\n  Installed: ")
     assert "Did you mean" not in result.stderr
 
 

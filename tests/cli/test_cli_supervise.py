@@ -121,8 +121,8 @@ def test_resume_changes_the_number_of_replicas(
     shown = call("status", *where).stdout
     assert "retired" in shown
     assert "0 of 2 replicas are alive." in shown
-    unknown = call("resume", *where, "--replicas", "3", "--backend", "modal")
-    assert (unknown.exit_code, "'modal' is not installed" in unknown.stderr) == (2, True)
+    unknown = call("resume", *where, "--replicas", "3", "--backend", "nimbus")
+    assert (unknown.exit_code, "no backend 'nimbus'" in unknown.stderr) == (2, True)
 
 
 def test_status_shows_who_is_averaged_and_who_was_left_out(

@@ -14,9 +14,11 @@ from diloco_cloud.run.config import SETTING_KEYS
 
 SURFACE = {
     "launch": """
-        --backend --replicas --store --name --run-id --trainer --trainer-args --set --sync-every
-        --rounds --fragments --fragment-sync-delay --fragment-update-alpha --outer-lr
-        --outer-momentum --nesterov --no-nesterov --seed --init-from --reduction --snapshot-every
+        --backend --backend-arg --replicas --reducers --store --name --run-id --trainer
+        --trainer-args --set --sync-every --rounds --fragments --fragment-sync-delay
+        --fragment-update-alpha
+        --outer-optimizer --outer-lr --outer-momentum --nesterov --no-nesterov --merge --weighting
+        --seed --init-from --codec --reduction --snapshot-every
         --quorum --grace --heartbeat --max-restarts --checkpoint-inner --no-checkpoint-inner
         --outlier-norm --signed --no-signed --gpu --timeout --round-timeout --join-timeout --secret
         --env --env-file -d --detach --dry-run --json -y --yes -q --quiet
@@ -29,8 +31,17 @@ SURFACE = {
     "cancel": "--store --replica",
     "resume": "--store --replica --replicas --backend",
     "down": "--store -y --yes",
+    "export": "",  # that of launch, with other ends: see below
     "chaos": "--replicas --minutes --faults-per-hour --scale --seed --round --keep --json",
 }
+SURFACE["export"] = " ".join(
+    (
+        set(SURFACE["launch"].split())
+        - {"--backend", "--backend-arg", "-d", "--detach", "--json", "-y", "--yes", "-q", "--quiet"}
+    )
+    | {"--to", "--image", "--cpus", "--memory", "--infra", "--spot", "--namespace"}
+    | {"--service-account", "--secret-name", "--node-selector"}
+)
 
 
 def _command(name: str) -> click.Command:

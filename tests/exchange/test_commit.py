@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from diloco_cloud.errors import CorruptContributionError
-from diloco_cloud.exchange.commit import Commit, decide
+from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.contribution import Header
+from diloco_cloud.exchange.deciding import decide
 from diloco_cloud.exchange.history import History
 
 
@@ -105,23 +106,23 @@ def test_what_cannot_be_read_is_left_out(change: dict[str, object], reason: str)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "nbytes", "reduction", "plan"),
+    ("ranks", "spread", "reducers", "plan", "shards"),
     [
-        (2, 64 * 2**20, "auto", "sharded"),
-        (2, 12 * 2**20, "auto", "all-gather"),
-        (3, 64 * 2**20, "auto", "sharded"),
-        (8, 2**20, "auto", "all-gather"),
-        (2, 64 * 2**20, "sharded", "sharded"),
-        (8, 64 * 2**20, "all-gather", "all-gather"),
-        (8, 100, "sharded", "all-gather"),
+        (3, 0, 0, "all-gather", 0),
+        (3, 3, 0, "sharded", 3),
+        (2, 3, 0, "sharded", 2),  # One did not come.
+        (1, 3, 0, "all-gather", 0),
+        (3, 5, 5, "sharded", 5),
+        (1, 1, 1, "sharded", 1),
     ],
 )
-def test_plan_follows_the_bytes_it_moves(
-    ranks: int, nbytes: int, reduction: str, plan: str
+def test_plan_follows_from_how_contributions_were_sent(
+    ranks: int, spread: int, reducers: int, plan: str, shards: int
 ) -> None:
-    commit = decision(*(header(r, nbytes=nbytes) for r in range(ranks)), reduction=reduction)
-    assert commit.plan == plan
-    assert commit.shards == (ranks if plan == "sharded" else 0)
+    sent = {"nbytes": 64 * 2**20, "spread": spread, "reducers": reducers}
+    commit = decision(*(header(r, **sent) for r in range(ranks)))
+    assert (commit.plan, commit.shards, commit.reducers) == (plan, shards, reducers)
+    assert Commit.decode(commit.encode()) == commit
 
 
 def test_commit_round_trips() -> None:

@@ -10,10 +10,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diloco_cloud.errors import CorruptContributionError
-from diloco_cloud.exchange.agreement import read_header
-from diloco_cloud.exchange.contribution import MAGIC, Header, checksums, decode, header_size
+from diloco_cloud.exchange.contribution import (
+    MAGIC,
+    Header,
+    checksums,
+    decode,
+    digest,
+    header_size,
+)
+from diloco_cloud.exchange.payloads import read_header
 from diloco_cloud.store import open_store
-from diloco_cloud.store.base import ObjectInfo
 
 PAYLOAD = bytes(range(256)) * 10
 HEADER = Header(
@@ -44,12 +50,12 @@ def test_checksums_do_not_depend_on_how_the_payload_is_cut(cuts: list[int]) -> N
 
 
 def test_verify_finds_the_damaged_chunk() -> None:
-    HEADER.verify(0, memoryview(PAYLOAD), "k")
+    HEADER.verify(0, memoryview(PAYLOAD)[:1000], "k")
     HEADER.verify(1, memoryview(PAYLOAD)[1000:2000], "k")
     damaged = bytearray(PAYLOAD)
     damaged[1500] ^= 1
     with pytest.raises(CorruptContributionError, match="chunk 1 is damaged"):
-        HEADER.verify(0, memoryview(damaged), "k")
+        HEADER.verify(1, memoryview(damaged)[1000:2000], "k")
 
 
 @pytest.mark.parametrize(
@@ -112,30 +118,32 @@ def test_decode_of_a_changed_byte_never_escapes(position: int, value: int) -> No
     assert header.size <= HEADER.size + 64
 
 
-@pytest.mark.parametrize("guess", [0, 10, len(PAYLOAD), 10**7])
+@pytest.mark.parametrize("guess", [0, 10, HEADER.size, 10**7])
 def test_read_header_finds_it_whatever_size_was_expected(guess: int) -> None:
     store = open_store(f"memory://header-{guess}")
     store.put("o", [HEADER.encode(), PAYLOAD])
-    header, name = read_header(store, store.head("o"), guess, 1000)
+    size = store.head("o").size
+    header, name = read_header(store, "o", guess, size=size)
     assert header == HEADER
-    assert name == read_header(store, store.head("o"), len(PAYLOAD), 1000)[1]
+    assert name == read_header(store, "o", HEADER.size)[1] == digest(HEADER.encode())
 
 
 def test_read_header_refuses_a_truncated_object() -> None:
     store = open_store("memory://truncated")
     store.put("o", [HEADER.encode(), PAYLOAD[:-1]])
     with pytest.raises(CorruptContributionError, match="truncated"):
-        read_header(store, store.head("o"), len(PAYLOAD), 1000)
-    store.put("o", b"no")
-    with pytest.raises(CorruptContributionError):
-        read_header(store, store.head("o"), len(PAYLOAD), 1000)
+        read_header(store, "o", HEADER.size, size=store.head("o").size)
+    for size in (None, 2):
+        store.put("o", b"no")
+        with pytest.raises(CorruptContributionError):
+            read_header(store, "o", HEADER.size, size=size)
 
 
 def test_read_header_does_not_allocate_what_a_forged_length_asks_for() -> None:
     store = open_store("memory://forged")
     store.put("o", MAGIC + (2**32 - 1).to_bytes(4, "little") + b"{}")
     with pytest.raises(CorruptContributionError):
-        read_header(store, ObjectInfo("o", 14, 0.0), len(PAYLOAD), 1000)
+        read_header(store, "o", HEADER.size, size=14)
 
 
 def test_header_with_long_names_still_fits() -> None:

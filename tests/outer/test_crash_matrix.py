@@ -26,6 +26,7 @@ SHARDED = Job(world_size=REPLICAS, sync_every=3, steps=21, reduction="sharded")
 PACE = dict.fromkeys(range(REPLICAS), 0.003)
 #: The round, one that a snapshot follows, in which somebody dies; and where that snapshot is.
 ROUND = "rounds/00000003.0/"
+STREAM = "rounds/00000003.0.stream/"
 STATE = "state/00000004/"
 
 
@@ -76,15 +77,17 @@ STEPS = [
     Step("contribute", "create", ROUND + "put/.*", victim=1),
     Step("contribute, writer", "create", ROUND + "put/.*", victim=2),
     Step("contribute, owner", "create", ROUND + "put/.*", victim=1, job=SHARDED),
+    Step("contribute: create opening", "create", STREAM + "open/.*", victim=1, job=SHARDED),
+    Step("contribute: create part", "create", STREAM + "part/.*", victim=1, job=SHARDED),
     Step("agree: list", "list", ROUND, victim=1),
     Step("agree: create commit", "create", ROUND + "commit"),
     Step("agree: create commit, owner", "create", ROUND + "commit", job=SHARDED),
     Step("agree: get commit", "get", ROUND + "commit"),
     Step("reduce: read contribution", "get_range", ROUND + "put/.*", victim=1),
-    Step("reduce: read contribution, owner", "get_range", ROUND + "put/.*", victim=1, job=SHARDED),
-    Step("reduce: create sum", "create", ROUND + "sum/.*", victim=1, job=SHARDED),
-    Step("reduce: create sum, writer", "create", ROUND + "sum/.*", victim=2, job=SHARDED),
-    Step("reduce: read sum", "get_range", ROUND + "sum/.*", victim=1, job=SHARDED),
+    Step("reduce: read part", "get_range", STREAM + "part/.*", victim=1, job=SHARDED),
+    Step("reduce: create sum", "create", STREAM + "sum/.*", victim=1, job=SHARDED),
+    Step("reduce: create sum, writer", "create", STREAM + "sum/.*", victim=2, job=SHARDED),
+    Step("reduce: read sum", "get_range", STREAM + "sum/.*", victim=1, job=SHARDED),
     Step("apply", "list", r"rounds/00000004\.0/", victim=1),
     Step("apply, writer", "list", r"rounds/00000004\.0/", victim=2),
     Step("snapshot: put state", "put", STATE + r".*\.safetensors"),

@@ -76,8 +76,9 @@ def test_a_stopped_replica_misses_rounds_and_loses_nothing() -> None:
 
 
 def test_the_last_survivor_goes_on_alone_and_the_dead_come_back() -> None:
-    fleet = Fleet(Job(world_size=4, sync_every=10, steps=160), pace_s=PACE, restart_s=1.0)
-    fleet.run({(rank, 0): Death(call=25 + rank) for rank in range(3)})
+    fleet = Fleet(Job(world_size=4, sync_every=10, steps=160), pace_s=PACE, restart_s=3.0)
+    death = Death(method="create", key="rounds/00000004.0/put/")
+    fleet.run({(rank, 0): death for rank in range(3)})
     sizes = breadth(fleet)
     assert min(sizes) == 1
     assert sizes[-1] == 4

@@ -47,3 +47,27 @@ def test_a_new_life_in_a_long_round_looks_once_a_poll_interval() -> None:
         clock.at += 1.0
     watcher.close()
     assert watcher._period_s == watcher.exchange.poll_interval_s
+
+
+def test_a_long_round_is_looked_at_ten_times() -> None:
+    clock = StillClock()
+    watcher = lookout(clock)
+    watcher.exchange.membership.round_s = 1800.0
+    watcher.step(5, 0, steps_left=500)
+    watcher.close()
+    looks = 0
+    while clock.at < 1800.0:
+        clock.at += watcher._period_s
+        looks += 1
+    assert looks <= 11
+
+
+def test_a_short_round_is_looked_at_as_often_as_it_takes() -> None:
+    clock = StillClock()
+    watcher = lookout(clock)
+    watcher.exchange.poll_interval_s = 0.01
+    watcher.exchange.membership.round_s = 0.1
+    watcher.step(5, 0, steps_left=5)
+    watcher.close()
+    clock.at += 0.09
+    assert watcher._period_s == pytest.approx(0.01)

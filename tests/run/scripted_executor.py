@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from diloco_cloud.errors import ConfigError
 from diloco_cloud.executor import (
     Entrypoint,
     LaunchOptions,
@@ -39,10 +40,11 @@ class ScriptedExecutor:
     backend_name = "scripted"
     supports_inter_replica_network = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, region: str = "eu") -> None:
         self.directory = Path(os.environ[DIRECTORY_ENV])
+        self.region = region
 
-    def fate(self, rank: int, attempt: int) -> dict[str, Any]:
+    def fate(self, rank: int | str, attempt: int) -> dict[str, Any]:
         """What becomes of a replica as soon as it is launched."""
         fates = {}
         for name in ("fate", f"fate.{rank}", f"fate.{rank}.{attempt}"):
@@ -50,15 +52,19 @@ class ScriptedExecutor:
             fates |= json.loads(path.read_text()) if path.exists() else {}
         return fates
 
-    def decide(self, *life: int, **values: Any) -> None:
+    def decide(self, *life: int | str, **values: Any) -> None:
         """Decide the fate of replicas that are not launched yet: of all, a rank, or one life."""
         name = ".".join(["fate", *map(str, life)])
         (self.directory / f"{name}.json").write_text(json.dumps(values))
 
     @property
     def launched(self) -> list[tuple[int, int]]:
-        """All starts, sorted by rank and attempt."""
-        path = self.directory / "starts"
+        """All starts of replicas, sorted by rank and attempt."""
+        return self.launched_as("")
+
+    def launched_as(self, tag: str) -> list[tuple[int, int]]:
+        """The same; of reducers, whose ranks are "R0" and so on elsewhere, with the tag "R"."""
+        path = self.directory / f"starts{tag}"
         lines = path.read_text().splitlines() if path.exists() else []
         return sorted((int(rank), int(attempt)) for rank, attempt in map(str.split, lines))
 
@@ -80,16 +86,19 @@ class ScriptedExecutor:
             "attempt": options.attempt,
             "world_size": options.world_size,
             "secrets": list(options.secrets),
+            "region": self.region,
         }
         handles = []
+        tag = _tag(options.name)
         for rank in options.ranks if options.ranks is not None else range(n_replicas):
-            if (self.directory / f"refuse.{rank}").exists():
+            name: int | str = f"{tag}{rank}" if tag else rank
+            if (self.directory / f"refuse.{name}").exists():
                 raise RuntimeError("out of capacity")
-            handle = ReplicaHandle(rank, "scripted", {"file": f"{rank}.{options.attempt}.json"})
-            fate = {"state": "running", **self.fate(rank, options.attempt), "request": request}
-            with (self.directory / "starts").open("a") as starts:
+            handle = ReplicaHandle(rank, "scripted", {"file": f"{name}.{options.attempt}.json"})
+            fate = {"state": "running", **self.fate(name, options.attempt), "request": request}
+            with (self.directory / f"starts{tag}").open("a") as starts:
                 starts.write(f"{rank} {options.attempt}\n")
-            self.set(rank, options.attempt, **fate)
+            self.set(name, options.attempt, **fate)
             handles.append(handle)
             if options.on_launched is not None:
                 options.on_launched(handle)
@@ -114,6 +123,18 @@ class ScriptedExecutor:
         values["cancel_calls"] = values.get("cancel_calls", 0) + 1
         (self.directory / handle.metadata["file"]).write_text(json.dumps(values))
 
+    def preview_launch(
+        self, n_replicas: int, *_: object, options: LaunchOptions = _NO_OPTIONS, **__: object
+    ) -> list[dict[str, Any]]:
+        if self.region == "moon":
+            raise ConfigError("there is no region moon", fix="Stay on earth.")
+        return [{"replicas": n_replicas, "region": self.region, "secrets": list(options.secrets)}]
+
+    def recover(self, name: str) -> list[ReplicaHandle]:
+        tag = _tag(name)
+        files = {life: f"{tag}{life[0]}.{life[1]}.json" for life in self.launched_as(tag)}
+        return [ReplicaHandle(r, "scripted", {"file": file}) for (r, _), file in files.items()]
+
     def collect(
         self, handles: Sequence[ReplicaHandle], *, timeout: float | None = None
     ) -> list[ReplicaResult]:
@@ -123,8 +144,13 @@ class ScriptedExecutor:
         values: dict[str, Any] = json.loads((self.directory / handle.metadata["file"]).read_text())
         return values
 
-    def set(self, rank: int, attempt: int = 0, **values: Any) -> None:
+    def set(self, rank: int | str, attempt: int = 0, **values: Any) -> None:
         """Decide what becomes of a replica."""
         path = self.directory / f"{rank}.{attempt}.json"
         before = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps({**before, **values}))
+
+
+def _tag(name: str) -> str:
+    """Tells a run's reducers from its replicas, by the name they are launched under."""
+    return "R" if name.endswith("-R") else ""

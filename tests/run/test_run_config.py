@@ -134,7 +134,7 @@ def test_resolve_on_other_backends_needs_a_store() -> None:
         ("max_restarts = -1", "max_restarts is -1\n  It must be at least 0"),
         ('grace = "soon"', "'soon' is not a length of time"),
         ('store = "s3:/bucket"', "a slash is missing"),
-        ('backend = "modal"', "the backend 'modal' is not installed"),  # not: needs a store
+        ('backend = "nimbus"', "there is no backend 'nimbus'"),  # not: needs a store
     ],
 )
 def test_resolve_refuses_what_cannot_work(tmp_path: Path, text: str, message: str) -> None:

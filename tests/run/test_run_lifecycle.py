@@ -48,6 +48,7 @@ def test_launch_records_spec_and_handles_and_passes_only_uri_and_hash(
         "attempt": 0,
         "world_size": 3,
         "secrets": [],
+        "region": "eu",
     }
 
 

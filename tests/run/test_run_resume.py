@@ -27,6 +27,7 @@ class ElsewhereExecutor(ScriptedExecutor):
     """Another backend, with a directory of its own."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.directory = Path(os.environ[DIRECTORY_ENV]).with_name("elsewhere")
 
 

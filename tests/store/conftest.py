@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.hf_gateway import Gateway, fake_gateway
 from servers import S3Server
 
 from diloco_cloud.store import ObjectStore, RetryPolicy, open_store
 from diloco_cloud.store.filesystem import FilesystemStore
 
-DRIVERS = ("directory", "memory", "s3", "s3fs", "faults")
+DRIVERS = ("directory", "memory", "s3", "s3fs", "hf", "faults")
 #: Everything that retries must hide, each for one request in five.
 FAULTS = "&".join(
     f"{kind}=0.2" for kind in ("throttled", "timeout", "lost_reply", "duplicate", "torn", "expired")
@@ -34,6 +36,21 @@ def s3fs_filesystem(s3_server: S3Server) -> Any:
     )
 
 
+@pytest.fixture(scope="session")
+def hf_gateway() -> Iterator[Gateway]:
+    with fake_gateway() as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def hf_env(hf_gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> Gateway:
+    """The hub's S3 gateway, with its address and credentials in the environment."""
+    monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
+    for name, value in hf_gateway.env.items():
+        monkeypatch.setenv(name, value)
+    return hf_gateway
+
+
 @pytest.fixture(params=DRIVERS)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     """An empty store of each kind."""
@@ -44,6 +61,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     if request.param == "faults":
         uri = f"faults+memory://{uuid.uuid4().hex}?seed=1&clock_skew_s=5&{FAULTS}"
         return open_store(uri, retry=PATIENT)
+    if request.param == "hf":
+        gateway: Gateway = request.getfixturevalue("hf_env")
+        return open_store(gateway.uri(uuid.uuid4().hex))
     server: S3Server = request.getfixturevalue("s3_env")
     if request.param == "s3fs":
         fs = request.getfixturevalue("s3fs_filesystem")

@@ -1,0 +1,82 @@
+"""Values in blocks that share a scale: what the int8 and the 4-bit codecs have in common.
+
+A chunk of n values is ceil(n / 128) scales, bf16, little endian, and then the codes. A value is
+``code's level x scale of its block``; a scale that is NaN makes its block NaN.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from diloco_cloud.exchange.codecs.base import SMALLEST, Bytes, Floats, Words
+
+#: Values that share a scale; the last block of a chunk may be shorter.
+BLOCK = 128
+_MAGNITUDE = np.uint32(0x7FFF_FFFF)
+_INFINITE = np.uint32(0x7F80_0000)
+_NAN = np.uint32(0x7FC0_0000)
+_SMALLEST = np.float32(SMALLEST).view(np.uint32)
+#: Larger values are written as if they were this one, so that no scale or product overflows.
+LARGEST = 2.0**127
+_LARGEST = np.float32(LARGEST).view(np.uint32)
+
+
+def scale_bytes(numel: int) -> int:
+    """Bytes of the scales of ``numel`` values."""
+    return 2 * -(-numel // BLOCK)
+
+
+def normalise(values: Floats, top: float, gain: float = 1.0) -> tuple[Floats, Bytes]:
+    """Divide every block by its scale, which takes its largest magnitude to ``top`` or just below.
+
+    Args:
+        values: shape (n,).
+        top: the largest magnitude a code stands for, at most 2**20.
+        gain: by how much the scales that are written are larger than those divided by, to make up
+            for what rounding to levels shrinks; from 1 to 1.5.
+
+    Returns:
+        Quotients within ±``top`` (up to rounding), shape (blocks, BLOCK), the last block filled up
+        with zeros; and the scales' bytes.
+    """
+    blocks = _in_blocks(values)
+    bits: Words = blocks.view(np.uint32)
+    largest = (bits & _MAGNITUDE).max(axis=1)
+    scales = np.minimum(largest, _LARGEST).view(np.float32) / np.float32(top)
+    # Up to the next bf16, so that no quotient exceeds the top.
+    words: Words = (scales.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF_0000)
+    words[largest < _SMALLEST] = 0
+    usable = (words > 0) & (largest < _INFINITE)
+    divisors = np.where(usable, words, np.float32(1).view(np.uint32)).view(np.float32)
+    with np.errstate(invalid="ignore"):  # Some NaNs are not quiet.
+        quotients = np.divide(blocks, divisors[:, None])
+    quotients[~usable] = 0
+    huge = largest > _LARGEST
+    quotients[huge] = quotients[huge].clip(-top, top)
+    if gain != 1:
+        larger: Words = (words.view(np.float32) * np.float32(gain)).view(np.uint32)
+        words = (larger + np.uint32(0x8000)) & np.uint32(0xFFFF_0000)
+    words[largest >= _INFINITE] = _NAN
+    return quotients, (words >> np.uint32(16)).astype("<u2").view(np.uint8)
+
+
+def scales_of(data: Bytes) -> Floats:
+    """Scales from their bytes; any fp32 whatever, since anybody may have written them."""
+    words = data.view("<u2").astype(np.uint32) << np.uint32(16)
+    return words.view(np.float32)
+
+
+def multiply(levels: Floats, scales: Floats) -> None:
+    """Multiply every block of ``levels`` by its scale, in place."""
+    whole = len(levels) // BLOCK
+    body = levels[: whole * BLOCK].reshape(whole, BLOCK)
+    with np.errstate(all="ignore"):  # Scales may be infinite or NaN, and so are the products.
+        np.multiply(body, scales[:whole, None], out=body)
+        levels[whole * BLOCK :] *= scales[whole:].repeat(BLOCK)[: len(levels) - whole * BLOCK]
+
+
+def _in_blocks(values: Floats) -> Floats:
+    short = -len(values) % BLOCK
+    if short:
+        values = np.concatenate([values, np.zeros(short, np.float32)])
+    return values.reshape(-1, BLOCK)

@@ -1,0 +1,43 @@
+"""Eight bits per value: 255 equal steps over each block's range."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from diloco_cloud.exchange.codecs import blocks
+from diloco_cloud.exchange.codecs.base import Codec, Data, as_bytes, as_floats, memory
+
+_TOP = 127.0
+
+
+class Int8(Codec):
+    """Scales as in :mod:`.blocks`, then one signed byte per value.
+
+    The byte is the value over its block's scale, rounded to nearest, ties to even.
+    """
+
+    name = "int8"
+    bits_per_parameter = 8 + 16 / blocks.BLOCK
+    sums = "int8"
+
+    def encode(self, values: torch.Tensor) -> memoryview:
+        floats = as_floats(values)
+        quotients, scales = blocks.normalise(floats, _TOP)
+        np.rint(quotients, out=quotients)
+        out = np.empty(self.longest(len(floats)), np.uint8)
+        out[: len(scales)] = scales
+        np.copyto(
+            out[len(scales) :].view(np.int8), quotients.ravel()[: len(floats)], casting="unsafe"
+        )
+        return memory(out)
+
+    def decode(self, data: Data, numel: int) -> torch.Tensor:
+        array = as_bytes(data, self.longest(numel), "an int8 chunk")
+        start = blocks.scale_bytes(numel)
+        levels = array[start:].view(np.int8).astype(np.float32)
+        blocks.multiply(levels, blocks.scales_of(array[:start]))
+        return torch.from_numpy(levels)
+
+    def longest(self, numel: int) -> int:
+        return blocks.scale_bytes(numel) + numel

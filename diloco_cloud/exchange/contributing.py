@@ -1,0 +1,286 @@
+"""From tensors to this replica's object in a round."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from diloco_cloud import keys
+from diloco_cloud.errors import AlreadyExistsError, CorruptContributionError, ExchangeError
+from diloco_cloud.exchange.buffers import ChunkedBytes
+from diloco_cloud.exchange.codecs import get_codec
+from diloco_cloud.exchange.codecs.base import Codec
+from diloco_cloud.exchange.codecs.chunks import Chunks, encode, settle
+from diloco_cloud.exchange.codecs.feedback import Feedback
+from diloco_cloud.exchange.contribution import RAW, Header, checksums, digest
+from diloco_cloud.exchange.following import first_chunk_bytes, kind_of
+from diloco_cloud.exchange.layout import TensorLayout, all_finite, l2_norm
+from diloco_cloud.exchange.links import LinkMeter
+from diloco_cloud.exchange.merging import directions
+from diloco_cloud.exchange.payloads import OwnPayload, read_header
+from diloco_cloud.exchange.prediction import Plan
+from diloco_cloud.exchange.reduction import Destination, memory_for
+from diloco_cloud.exchange.signing import UNSIGNED, Signer
+from diloco_cloud.exchange.upload import PARALLEL_WRITES, open_contribution, send_chunks
+from diloco_cloud.exchange.work import Work
+from diloco_cloud.store.base import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+#: Threads that encode; more would take the processor from the training.
+_ENCODERS = 2
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A contribution that is ready to be sent.
+
+    Attributes:
+        own: its bytes.
+        layout: of its tensors.
+        tensors: on the host, in the caller's order, or their directions; :attr:`own` has views of
+            them.
+    """
+
+    own: OwnPayload
+    layout: TensorLayout
+    tensors: list[torch.Tensor]
+
+    def destination(self, *, in_place: bool) -> Destination:
+        """Where the round's means go: in the place of :attr:`tensors`, or new memory."""
+        if in_place:
+            return self.tensors, self.own.raw
+        payload, into = memory_for(self.layout, self.own.header.chunk_bytes)
+        return self.layout.unpack(payload), into
+
+
+@dataclass
+class Contributing:
+    """Packs and sends the contributions of one life of one rank.
+
+    Attributes:
+        store: the run's prefix.
+        run, rank, attempt: whose contributions they are.
+        signer: of the run.
+        codec: name of the codec; "fp32" and "raw" send the tensors' own bytes.
+        reduction: "all-gather", "sharded", or "auto" by what moves fewer bytes.
+        merge: "mean", or "rda": directions are sent, and how long the tensors were.
+        chunk_bytes: of the tensors, in one chunk; None: as planned, or by their size.
+        meter: knows this replica's link, which its contributions tell of.
+    """
+
+    store: ObjectStore
+    run: str
+    rank: int
+    attempt: int
+    signer: Signer = UNSIGNED
+    codec: str = RAW
+    reduction: str = "auto"
+    merge: str = "mean"
+    chunk_bytes: int | None = None
+    meter: LinkMeter | None = None
+    _feedback: dict[int, Feedback] = field(default_factory=dict, init=False)
+
+    # -- packing -------------------------------------------------------------------------------
+
+    def pack(
+        self,
+        round_: int,
+        fragment: int,
+        tensors: Sequence[torch.Tensor],
+        work: Work,
+        *,
+        names: Sequence[str] | None = None,
+        contributors: int = 2,
+        reducers: int = 0,
+        plan: Plan | None = None,
+        averaged_plainly: Sequence[bool] | None = None,
+    ) -> Packed:
+        """Describe and encode ``tensors``; nothing of them is changed.
+
+        Args:
+            round_: the open round.
+            fragment: whose tensors they are.
+            tensors: any mixture of fp32, bf16, fp16 and fp64.
+            work: what they stand for.
+            names: of the tensors.
+            contributors: replicas that the round waits for.
+            reducers: volunteers that there are.
+            plan: of the round, where one was decided.
+            averaged_plainly: tensors that are no directions where the others are; None: none.
+        """
+        host = [tensor.detach().cpu().contiguous() for tensor in tensors]
+        norm = l2_norm(host)
+        norms: tuple[float, ...] = ()
+        # A norm can overflow where all elements are finite.
+        finite = math.isfinite(norm) or all(map(all_finite, host))
+        if self.merge == "rda":
+            host, norms = directions(host, averaged_plainly or [False] * len(host))
+        layout = TensorLayout.of(host, names)
+        views = layout.views(host)
+        size = self._chunk_bytes(layout.nbytes, plan)
+        raw, codec = ChunkedBytes(views, size), self._codec
+        encoded: list[memoryview] | None = None
+        if codec is None:
+            sums = checksums(views, size, self.signer)
+        else:
+            encoded = self._encode(codec, fragment, Chunks(layout, size), raw)
+            sums = "".join(map(self.signer.checksum, encoded))
+        header = Header(
+            kind="contribution",
+            run=self.run,
+            round=round_,
+            fragment=fragment,
+            rank=self.rank,
+            attempt=self.attempt,
+            layout=layout.digest,
+            nbytes=layout.nbytes,
+            codec=RAW if codec is None else codec.name,
+            sizes=() if encoded is None else tuple(map(len, encoded)),
+            volunteers=reducers,
+            finite=finite,
+            norm=norm if math.isfinite(norm) else 0.0,
+            norms=norms,
+            chunk_bytes=size,
+            checksums=sums,
+            **self._dealt(layout.nbytes, size, contributors, reducers, plan),
+            **self._link(),
+            **vars(work),
+        ).sign(self.signer)
+        return Packed(OwnPayload(header, raw, encoded), layout, host)
+
+    def _chunk_bytes(self, nbytes: int, plan: Plan | None) -> int:
+        if self.chunk_bytes is not None:
+            return self.chunk_bytes
+        return first_chunk_bytes(nbytes) if plan is None else plan.chunk_bytes
+
+    def _link(self) -> dict[str, Any]:
+        link = None if self.meter is None else self.meter.link
+        if link is None:
+            return {}
+        return {"up": float(link.up), "down": float(link.down), "latency": link.latency}
+
+    @property
+    def _codec(self) -> Codec | None:
+        return None if self.codec in (RAW, "fp32") else get_codec(self.codec)
+
+    @property
+    def keeps_tensors(self) -> bool:
+        """Whether :meth:`settle` will need the tensors as they are now."""
+        codec = self._codec
+        return codec is not None and codec.decay is not None
+
+    def _encode(
+        self, codec: Codec, fragment: int, chunks: Chunks, raw: ChunkedBytes
+    ) -> list[memoryview]:
+        feedback = None
+        if codec.decay is not None:
+            feedback = self._feedback.get(fragment)
+            if feedback is None or len(feedback.residual) != chunks.layout.numel:
+                feedback = self._feedback[fragment] = Feedback(chunks.layout.numel, codec.decay)
+        with ThreadPoolExecutor(_ENCODERS, "diloco-encode") as pool:
+            return encode(codec, chunks, raw.read, feedback, pool)
+
+    def settle(self, packed: Packed) -> None:
+        """Note that a round's mean has this contribution: what it left unsent goes into the next.
+
+        Args:
+            packed: with the tensors unchanged.
+        """
+        codec, own = self._codec, packed.own
+        feedback = self._feedback.get(own.header.fragment)
+        if codec is not None and own.encoded is not None and feedback is not None:
+            chunks = Chunks(packed.layout, own.header.chunk_bytes)
+            settle(codec, chunks, own.raw.read, own.encoded, feedback)
+
+    def _dealt(
+        self, nbytes: int, chunk_bytes: int, contributors: int, reducers: int, plan: Plan | None
+    ) -> dict[str, Any]:
+        """How many groups chunks are dealt into, and for whom; empty: all read everything."""
+        kind = kind_of(
+            plan,
+            reduction=self.reduction,
+            nbytes=nbytes,
+            codec=RAW if self._codec is None else self.codec,
+            contributors=contributors,
+            reducers=reducers,
+        )
+        helped = reducers if kind == "reducers" else 0
+        groups = min(helped or contributors, -(-nbytes // chunk_bytes))
+        if kind == "all-gather" or groups < (1 if helped else 2):
+            return {}
+        return {"spread": groups, "reducers": helped}
+
+    # -- sending -------------------------------------------------------------------------------
+
+    def send(
+        self, packed: Packed, place: int, parallel: int = PARALLEL_WRITES
+    ) -> tuple[tuple[Header, str], bool | None]:
+        """Create this replica's object, or read back the one that is there.
+
+        Args:
+            packed: the contribution.
+            place: of this rank among those that the round waits for.
+            parallel: requests under way at once.
+
+        Returns:
+            The header that the object has, its digest, and whether its bytes are those in memory;
+            None if it is no contribution of this replica's.
+
+        A life that was killed after its PUT and restarted without a new attempt must use what it
+        wrote then, since peers may have read it. In a round that was decided already, though, the
+        object belongs to somebody else's past, and using it would be silent corruption.
+        """
+        own = packed.own
+        header = own.header
+        encoded = header.encode()
+        body: list[Any] = [encoded]
+        if header.spread:
+            if not open_contribution(self.store, own):
+                return self._read_back(header)
+            send_chunks(self.store, own, place, parallel)
+        else:
+            body += own.views
+        try:
+            self.store.create(self._key(header), body)
+        except AlreadyExistsError:
+            return self._read_back(header)
+        return (header, digest(encoded)), True
+
+    def _key(self, header: Header) -> str:
+        return keys.put(header.round, header.fragment, self.rank, self.attempt)
+
+    def _read_back(self, header: Header) -> tuple[tuple[Header, str], bool | None]:
+        key, mine = self._key(header), digest(header.encode())
+        try:
+            stored, name = read_header(
+                self.store,
+                key,
+                header.size,
+                size=self.store.head(key).size,
+                signer=self.signer,
+                own=True,
+            )
+            if stored.place != header.place:
+                raise CorruptContributionError(f"{key}: written for another run, round or rank")
+        except CorruptContributionError as error:
+            # A torn write of ours, or somebody else's: either way the round goes without this
+            # work, which is kept for the next.
+            logger.warning("%s", error.message)
+            return (header, mine), None
+        if name == mine:
+            return (stored, name), True
+        decided = keys.commit(header.round, header.fragment)
+        if any(info.key == decided for info in self.store.list(decided)):
+            raise ExchangeError(
+                f"round {header.round} is already decided in {self.store.uri}, with another "
+                f"contribution of replica {self.rank}",
+                fix="Use a fresh prefix, or give a restarted replica the next DILOCO_ATTEMPT.",
+            )
+        return (stored, name), False

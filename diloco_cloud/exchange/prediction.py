@@ -1,0 +1,359 @@
+"""How long a round's exchange takes and what it costs, from the links and the plan.
+
+Every term is a path from the first byte to the last: bytes over the rate of the link that carries
+them, plus what fills and drains the pipeline. The slowest path is the prediction. Since everybody
+moves the same number of bytes, the slowest upload and the slowest download of the fleet decide,
+whosever they are. With S raw bytes, N contributors, P = S / put_ratio sent of a
+contribution and Q = S / sum_ratio of the sums:
+
+============  =====================  ==========================  ================================
+plan          up                     down                        seconds, one link B, S large
+============  =====================  ==========================  ================================
+all-gather    P                      (N-1) P                     N P / B: up, then down
+sharded       P + Q/N                (N-1)/N (P + Q)             max(up, down) / B: overlapped
+reducers      P                      Q                           max(P, Q) / B: overlapped
+============  =====================  ==========================  ================================
+
+Only sums, products, quotients and comparisons are used, each of which IEEE 754 rounds in one way:
+the same numbers on every machine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias
+
+from diloco_cloud.exchange.links import UNKNOWN, Link
+from diloco_cloud.exchange.pacing import Pace
+from diloco_cloud.store.prices import Prices
+
+Kind: TypeAlias = Literal["all-gather", "sharded", "reducers"]
+
+#: Answers that a decision waits for, one after the other: a contribution's header is written, the
+#: listing shows the last, the commit is created, a listing shows it, it is read.
+AGREEMENT_TRIPS: Final = 5
+#: Keys in one page of a listing.
+_PAGE: Final = 1000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a round is reduced.
+
+    Attributes:
+        kind: which way the bytes go.
+        chunk_bytes: raw bytes that are encoded, reduced and sent together. Of an all-gather, which
+            needs no such unit, the encoded bytes of one ranged read.
+        parallel: requests under way at once, each way.
+    """
+
+    kind: Kind
+    chunk_bytes: int
+    parallel: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a round has to move.
+
+    Attributes:
+        nbytes: raw payload of one contribution.
+        contributors: how many there are.
+        put_ratio: raw over encoded size of a contribution.
+        sum_ratio: of a sum.
+        encode_rate: raw bytes per second that one replica encodes and checksums, which comes first:
+            the header that goes ahead names every chunk.
+        decode_rate: raw bytes per second that one replica decodes and adds.
+        reducers: links of the volunteer reducers.
+    """
+
+    nbytes: int
+    contributors: int
+    put_ratio: float = 1.0
+    sum_ratio: float = 1.0
+    encode_rate: float = 4e9
+    decode_rate: float = 8e9
+    reducers: tuple[Link, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a plan is expected to take.
+
+    Attributes:
+        seconds: from when the last replica has something to send until all have the result.
+        agreement_s: from the last upload to the decision. An all-gather begins to read after it,
+            the others go on meanwhile.
+        bytes_up, bytes_down: of the replica with the most.
+        requests: of that replica, by method of the store protocol.
+        dollars: of all replicas together, for requests and traffic; None without prices.
+    """
+
+    seconds: float
+    agreement_s: float
+    bytes_up: int
+    bytes_down: int
+    requests: Mapping[str, int]
+    dollars: float | None = None
+
+    def __str__(self) -> str:
+        requests = ", ".join(f"{count} {name}" for name, count in sorted(self.requests.items()))
+        dollars = "no known price" if self.dollars is None else f"${self.dollars:.6f} for all"
+        return (
+            f"{self.seconds:.2f} s, {self.bytes_up / 1e6:.1f} MB up and "
+            f"{self.bytes_down / 1e6:.1f} MB down per replica; {requests}; {dollars}"
+        )
+
+
+def predict(
+    plan: Plan,
+    job: Job,
+    links: Sequence[Link] = (),
+    prices: Prices | None = None,
+    *,
+    same_region: bool = False,
+) -> Cost:
+    """What a round costs under a plan.
+
+    Args:
+        plan: must be :func:`possible`.
+        job: what is moved.
+        links: that the contributors have measured, in any order; none: :data:`~.links.UNKNOWN`.
+        prices: of the store.
+        same_region: whether the replicas are where the bucket is, and read for nothing.
+    """
+    model = _Model(plan, job, slowest(links))
+    seconds = model.seconds()
+    one, total = model.traffic(seconds)
+    dollars = None
+    if prices is not None:
+        egress = 0.0 if same_region else prices.egress(total.down)
+        dollars = prices.requests(total.requests) + egress
+    return Cost(
+        seconds=seconds,
+        agreement_s=model.agreement_s,
+        bytes_up=round(one.up),
+        bytes_down=round(one.down),
+        requests=dict(sorted(one.requests.items())),
+        dollars=dollars,
+    )
+
+
+def possible(plan: Plan, job: Job) -> bool:
+    """Whether a job can be done so."""
+    if plan.kind == "all-gather":
+        return True
+    several = job.contributors > 1 and job.nbytes > plan.chunk_bytes
+    return several and (plan.kind == "sharded" or bool(job.reducers))
+
+
+def slowest(links: Sequence[Link]) -> Link:
+    """A link as slow as the slowest of each direction, and as far away as the farthest."""
+    if not links:
+        return UNKNOWN
+    return Link(
+        up=min(link.up for link in links),
+        down=min(link.down for link in links),
+        latency_us=max(link.latency_us for link in links),
+    )
+
+
+def carry(nbytes: float, requests: int, rate: float, latency: float, parallel: int) -> float:
+    """Seconds until a link has carried ``nbytes`` in equal requests, several under way at once.
+
+    While one request waits for its answer, others use the link. How much of it they can fill is
+    that of a closed queueing network of one server and a delay (exact mean value analysis, Reiser
+    and Lavenberg 1980). It needs no constant, and tends to both limits: the link's rate where
+    there is enough under way, ``parallel`` requests per latency where there is not.
+
+    Args:
+        nbytes: in all.
+        requests: in how many.
+        rate: of the link, bytes per second.
+        latency: seconds from a request to the first byte of its answer.
+        parallel: the most that are under way.
+    """
+    if requests == 0:
+        return 0.0
+    service = nbytes / requests / rate
+    queue, cycle = 0.0, latency
+    customers = min(parallel, requests)
+    for count in range(1, customers + 1):
+        response = service * (1 + queue)
+        cycle = latency + response
+        queue = count * response / cycle if cycle > 0 else 0.0
+    return max(requests * cycle / customers, latency + nbytes / rate)
+
+
+@dataclass
+class _Traffic:
+    up: float = 0.0
+    down: float = 0.0
+    requests: Counter[str] = field(default_factory=Counter)
+
+
+class _Model:
+    """The paths of one plan over the slowest link."""
+
+    def __init__(self, plan: Plan, job: Job, link: Link) -> None:
+        self._plan, self._job, self._link = plan, job, link
+        self._peers = job.contributors - 1
+        self._put = job.nbytes / job.put_ratio
+        self._sum = job.nbytes / job.sum_ratio
+        self._chunks = max(1, -(-job.nbytes // plan.chunk_bytes))
+        #: A whole chunk's part of the payload.
+        self._part = min(1.0, plan.chunk_bytes / max(1, job.nbytes))
+        self._near = slowest(job.reducers) if plan.kind == "reducers" else link
+        owners = len(job.reducers) if plan.kind == "reducers" else job.contributors
+        # Some owners have one chunk more than others.
+        self._most, self._least = -(-self._chunks // owners), self._chunks // owners
+
+    @property
+    def agreement_s(self) -> float:
+        if self._peers == 0:
+            return 0.0
+        headers = -(-self._peers // self._plan.parallel)
+        return (AGREEMENT_TRIPS + headers) * self._link.latency
+
+    def seconds(self) -> float:
+        if self._plan.kind == "all-gather":
+            return self._encode_s(1) + self._gather_s()
+        streamed_s = self._sharded_s() if self._plan.kind == "sharded" else self._reducers_s()
+        decided_s = self._up_s(self._put, self._chunks) + self.agreement_s
+        return self._encode_s(1) + self._link.latency + max(streamed_s, decided_s)
+
+    # -- all-gather ----------------------------------------------------------------------------
+
+    @property
+    def _reads(self) -> int:
+        """Ranged reads of one contribution."""
+        return max(1, -(-round(self._put) // self._plan.chunk_bytes))
+
+    def _gather_s(self) -> float:
+        down = self._down_s(self._peers * self._put, self._peers * self._reads)
+        decode = self._decode_s(self._job.contributors)
+        return self._up_s(self._put, 1) + self.agreement_s + max(down, decode)
+
+    # -- streamed: once the header that goes ahead is there ------------------------------------
+
+    def _sharded_s(self) -> float:
+        own = min(1.0, self._most * self._part)
+        cpu = self._encode_s(own) + self._decode_s(1 + own * self._job.contributors)
+        up = self._up_s(self._put + own * self._sum, self._chunks + self._most)
+        # With two, whoever owns least may have most to read.
+        down = max(self._down_s(*self._sharded_down(n)) for n in (self._most, self._least))
+        return max(
+            self._first_s + cpu,
+            self._first_s + down,
+            self._up_s(self._put, self._chunks) + self._last_s(self._peers),
+            up + self._take_s,
+        )
+
+    def _sharded_down(self, owned: int) -> tuple[float, int]:
+        """Bytes and requests of an owner of so many chunks."""
+        own = min(1.0, owned * self._part)
+        nbytes = own * self._peers * self._put + (1 - own) * self._sum
+        return nbytes, owned * self._peers + self._chunks - owned
+
+    def _reducers_s(self) -> float:
+        n, near, share = self._job.contributors, self._near, min(1.0, self._most * self._part)
+        chunk_s = self._last_s(n)
+        parallel = self._plan.parallel
+        reads = carry(share * n * self._put, self._most * n, near.down, near.latency, parallel)
+        writes = carry(share * self._sum, self._most, near.up, near.latency, parallel)
+        return max(
+            self._first_s + self._decode_s(1),
+            self._up_s(self._put, self._chunks) + chunk_s,
+            self._first_s + chunk_s + self._down_s(self._sum, self._chunks),
+            self._first_s + reads + self._make_s + self._take_s,
+            self._first_s + self._encode_s(share) + self._decode_s(share * n) + self._take_s,
+            self._first_s + writes + self._take_s,
+        )
+
+    # -- a chunk's way -------------------------------------------------------------------------
+
+    @property
+    def _first_s(self) -> float:
+        """Until the first chunk of every contribution is there, and has been noticed.
+
+        The uploads that are under way at once share the link, and end together. Meanwhile the
+        others' headers are read.
+        """
+        latency = self._link.latency
+        together = min(1.0, self._plan.parallel * self._part) * self._put
+        headers = -(-self._peers // self._plan.parallel) * latency
+        return latency + max(latency + together / self._link.up, headers)
+
+    def _last_s(self, parts: int) -> float:
+        """From a chunk's last part to its sum at a replica that has waited for it."""
+        near, parallel = self._near, self._plan.parallel
+        nbytes = parts * self._part * self._put
+        read = carry(nbytes, parts, near.down, near.latency, parallel)
+        return near.latency + read + self._make_s + self._take_s
+
+    @property
+    def _make_s(self) -> float:
+        """Reduce a chunk whose parts are here, and write the sum."""
+        work = self._decode_s(self._job.contributors * self._part) + self._encode_s(self._part)
+        return work + self._near.latency + self._part * self._sum / self._near.up
+
+    @property
+    def _take_s(self) -> float:
+        """Notice a sum, and read it."""
+        return 2 * self._link.latency + self._part * self._sum / self._link.down
+
+    def _up_s(self, nbytes: float, requests: int) -> float:
+        link = self._link
+        return carry(nbytes, requests, link.up, link.latency, self._plan.parallel)
+
+    def _down_s(self, nbytes: float, requests: int) -> float:
+        link = self._link
+        return carry(nbytes, requests, link.down, link.latency, self._plan.parallel)
+
+    def _encode_s(self, payloads: float) -> float:
+        return payloads * self._job.nbytes / self._job.encode_rate
+
+    def _decode_s(self, payloads: float) -> float:
+        return payloads * self._job.nbytes / self._job.decode_rate
+
+    # -- what is paid for ----------------------------------------------------------------------
+
+    def traffic(self, seconds: float) -> tuple[_Traffic, _Traffic]:
+        """Of the replica with the most, and of all together with the reducers.
+
+        For the decision, everybody writes a header (and another that goes ahead of chunks) and
+        reads the others', one creates the commit and the rest read it. A replica looks for others'
+        words at the pace of a wait that was foreseen, and for chunks when it has room for another
+        batch of reads.
+        """
+        n, peers, chunks = self._job.contributors, self._peers, self._chunks
+        looks = Pace(expected_s=seconds).looks(seconds) if peers else 1
+        one = _Traffic(up=self._put)
+        one.requests.update(create=2, list=looks, get_range=peers, get=1)
+        total = _Traffic()
+        total.requests.update(create=n + 1, list=n * looks, get_range=n * peers, get=n)
+        parallel = self._plan.parallel
+        if self._plan.kind == "all-gather":
+            one.down, total.down = peers * self._put, n * peers * self._put
+            one.requests.update(get_range=peers * self._reads)
+            total.requests.update(get_range=n * peers * self._reads)
+        elif self._plan.kind == "sharded":
+            one.up += min(1.0, self._most * self._part) * self._sum
+            one.down = max(self._sharded_down(own)[0] for own in (self._most, self._least))
+            reads = self._sharded_down(self._most)[1]
+            batches = 2 * -(-reads // parallel)  # of parts and of sums, which are listed apart
+            one.requests.update(create=chunks + self._most + 1, get_range=reads, list=batches)
+            total.down = peers * (self._put + self._sum)
+            total.requests.update(create=(n + 1) * chunks + n, get_range=2 * peers * chunks)
+            total.requests.update(list=n * batches)
+        else:
+            one.down, total.down = self._sum, n * self._sum  # the reducers are near the bucket
+            batches = -(-chunks // parallel)
+            one.requests.update(create=chunks + 1, get_range=chunks, list=batches)
+            parts = self._most * n
+            listed = -(-parts // parallel) * -(-parts // _PAGE)
+            total.requests.update(create=(n + 1) * chunks + n, get_range=2 * n * chunks)
+            total.requests.update(list=n * batches + len(self._job.reducers) * listed)
+        return one, total

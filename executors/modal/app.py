@@ -1,0 +1,100 @@
+"""The App of a run: deployed, called, stopped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_cloud.executors.modal import image as images
+from diloco_cloud.executors.modal.container import run_replica
+from diloco_cloud.executors.modal.plan import FUNCTION, ModalPlan
+from diloco_cloud.executors.modal.session import Session
+from diloco_cloud.executors.modal.settings import ModalSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where calls are made.
+
+    Attributes:
+        function: of the SDK.
+        app: of the SDK; None where it is the user's own, and not ours to stop.
+        name: of the App, if it is ours.
+        is_new: nobody had deployed it before.
+    """
+
+    function: Any
+    app: Any
+    name: str | None
+    is_new: bool
+
+    def spawn(self, arguments: Mapping[str, Any]) -> str:
+        """Start one call; its id."""
+        call_id: str = self.function.spawn(**arguments).object_id
+        return call_id
+
+
+def own_function(session: Session, settings: ModalSettings) -> Place:
+    """The function that the user named or gave, wherever it is deployed."""
+    function = settings.function
+    if isinstance(function, str):
+        app, _, name = function.partition("/")
+        function = session.function(app, name)
+        function.hydrate()
+    return Place(function, None, None, is_new=False)
+
+
+def deploy(
+    session: Session, plan: ModalPlan, settings: ModalSettings, secrets: Mapping[str, str]
+) -> Place:
+    """Deploy the run's App, or a new version of it; replicas that run in the old one go on.
+
+    Blocks while an image is built, which may take minutes the first time.
+
+    Args:
+        session: with Modal.
+        plan: what to deploy.
+        settings: of the executor.
+        secrets: values of the plan's ``secret_keys``; sent as a Secret, and nowhere else.
+    """
+    modal = session.modal
+    is_new = session.app(plan.app) is None
+    app = modal.App(plan.app, tags=plan.tags, include_source=False)
+    sent = [modal.Secret.from_dict(dict(secrets))] if secrets else []
+    function = app.function(
+        image=_image(session, plan, settings),
+        secrets=[*map(session.secret, plan.modal_secrets), *sent],
+        retries=modal.Retries(max_retries=plan.retries, initial_delay=1.0, backoff_coefficient=1.0),
+        **plan.function,
+    )(run_replica)
+    app.deploy(environment_name=session.environment, client=session.client)
+    logger.info("App %s is deployed as %s", plan.app, app.app_id)
+    return Place(function, app, plan.app, is_new)
+
+
+def waiting_or_running(session: Session, name: str) -> int:
+    """How many calls of a run's App have not ended."""
+    try:
+        stats = session.function(name, FUNCTION).get_current_stats()
+    except session.modal.exception.NotFoundError:
+        return 0
+    return int(stats.backlog) + int(stats.num_running_inputs)
+
+
+def stop_if_idle(session: Session, name: str) -> None:
+    """Stop a run's App, unless one of its calls waits or runs."""
+    app = session.app(name)
+    if app is not None and waiting_or_running(session, name) == 0:
+        app.stop(client=session.client)
+        logger.info("App %s is stopped", name)
+
+
+def _image(session: Session, plan: ModalPlan, settings: ModalSettings) -> Any:
+    assert plan.image is not None  # only a function of the user's own has none
+    if settings.image is not None and not isinstance(settings.image, str):
+        return images.mount(plan.image, settings.image)
+    return images.build(plan.image, session.modal)

@@ -1,0 +1,36 @@
+"""The Modal executor keeps the contract that all executors share: the real SDK, a fake Modal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import ClassVar
+
+import pytest
+from fakes.modal_cloud import FakeModal
+from modal_fixtures import modal_cloud, modal_executor, modal_server
+
+from diloco_cloud.executor import ReplicaHandle, ServerlessExecutor
+from diloco_cloud.testing import ExecutorContract
+
+__all__ = ["modal_cloud", "modal_executor", "modal_server"]
+
+
+class TestModal(ExecutorContract):
+    gpu: ClassVar[str | None] = "H100"
+    patience_s: ClassVar[float] = 120.0
+    returns_results: ClassVar[bool] = True
+
+    @pytest.fixture
+    def make_executor(
+        self, modal_executor: Callable[[], ServerlessExecutor]
+    ) -> Callable[[], ServerlessExecutor]:
+        return modal_executor
+
+    @pytest.fixture
+    def outage(self, modal_cloud: FakeModal) -> AbstractContextManager[None]:
+        return modal_cloud.outage()
+
+    def unknown(self, handle: ReplicaHandle) -> ReplicaHandle:
+        metadata = {**handle.metadata, "call": "fc-nobody"}
+        return ReplicaHandle(handle.rank, handle.backend_name, metadata)
