@@ -24,6 +24,8 @@ def modal_cloud(modal_server: FakeModal, monkeypatch: pytest.MonkeyPatch) -> Ite
     """The server, with nothing on it, and this process's environment set for it."""
     for name, value in modal_server.env.items():
         monkeypatch.setenv(name, value)
+    # The SDK keeps the first client that it made from an environment, of whichever test that was.
+    monkeypatch.setattr(modal.client._Client, "_client_from_env", None)
     yield modal_server
     modal_server.reset()
 
