@@ -51,6 +51,7 @@ def test_spot_job_that_is_interrupted_waits_and_goes_on(
     executor = make_executor(spot=True)
     (handle,) = _launch(executor)
     _reaches(executor, handle, "running")
+    until(lambda: executor.stream_logs(handle).count("asleep") == 1, "the log of the first life")
     aws.training.full.set()
     job = aws.training.jobs["tale-r0-a0"]
     job.preempt()
