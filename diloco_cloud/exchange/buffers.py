@@ -10,6 +10,8 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from diloco_cloud.errors import CorruptContributionError
+
 
 class ChunkedBytes:
     """The concatenation of byte views, in chunks.
@@ -48,7 +50,13 @@ class ChunkedBytes:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def write(self, chunk: int, data: torch.Tensor) -> None:
-        """Replace a chunk's bytes by ``data``, uint8 of the same length."""
+        """Replace a chunk's bytes by ``data``, uint8 of the same length.
+
+        Raises:
+            CorruptContributionError: of another length.
+        """
+        if len(data) != sum(map(len, self.pieces(chunk))):
+            raise CorruptContributionError(f"chunk {chunk} has {len(data)} bytes")
         at = 0
         for piece in self.pieces(chunk):
             as_tensor(piece).copy_(data[at : at + len(piece)])

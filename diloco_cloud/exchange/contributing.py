@@ -12,7 +12,12 @@ from typing import Any
 import torch
 
 from diloco_cloud import keys
-from diloco_cloud.errors import AlreadyExistsError, CorruptContributionError, ExchangeError
+from diloco_cloud.errors import (
+    AlreadyExistsError,
+    CorruptContributionError,
+    ExchangeError,
+    NotFoundError,
+)
 from diloco_cloud.exchange.buffers import ChunkedBytes
 from diloco_cloud.exchange.codecs import get_codec
 from diloco_cloud.exchange.codecs.base import Codec
@@ -243,7 +248,14 @@ class Contributing:
         body: list[Any] = [encoded]
         if header.spread:
             if not open_contribution(self.store, own):
-                return self._read_back(header)
+                try:
+                    return self._read_back(header)
+                except NotFoundError:
+                    raise ExchangeError(
+                        f"an earlier process of replica {self.rank}'s attempt {self.attempt} began "
+                        f"to send other work to round {header.round}, and never ended",
+                        fix="Give a restarted replica the next DILOCO_ATTEMPT.",
+                    ) from None
             send_chunks(self.store, own, place, parallel)
         else:
             body += own.views

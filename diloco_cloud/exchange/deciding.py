@@ -169,6 +169,7 @@ class _Fitness:
         headers = [header for header, _ in present.values()]
         self._layout = layout
         self._base = _agreed([header.base for header in headers])
+        self._nbytes = _commonest([header.nbytes for header in headers], 0)
         self._chunk_bytes = _commonest([header.chunk_bytes for header in headers], CHUNK_BYTES)
         self._codec = _commonest([header.codec for header in headers], RAW)
         self._plain = _commonest([plain(header.norms) for header in headers], ())
@@ -187,6 +188,8 @@ class _Fitness:
             return f"encoded as {header.codec!r}, not {self._codec!r} as the rest"
         if self._layout is not None and header.layout != self._layout:
             return "tensors of other names, shapes or dtypes than the run's"
+        if header.nbytes != self._nbytes:
+            return f"of {header.nbytes} bytes, not {self._nbytes} as the rest"
         if header.chunk_bytes != self._chunk_bytes:
             return f"in chunks of {header.chunk_bytes} bytes, not {self._chunk_bytes} as the rest"
         if plain(header.norms) != self._plain:

@@ -135,10 +135,11 @@ class Payloads:
             header, name = read_header(self.store, key, guess, signer=self.signer)
             if name != one.header:
                 raise CorruptContributionError(f"{key}: not the bytes that were committed")
-            if (header.nbytes, header.chunk_bytes) != (commit.nbytes, commit.chunk_bytes):
-                raise CorruptContributionError(f"{key}: of another size than was committed")
             self.headers[name] = header
-        return self.headers[one.header]
+        header = self.headers[one.header]
+        if (header.nbytes, header.chunk_bytes) != (commit.nbytes, commit.chunk_bytes):
+            raise CorruptContributionError(f"replica {one.rank}'s contribution is of another size")
+        return header
 
     def chunk(self, commit: Commit, one: Contributor, chunk: int) -> torch.Tensor:
         """One chunk of a contribution, as it is stored: uint8, only to be read."""
@@ -154,10 +155,10 @@ class Payloads:
             key = keys.part(
                 commit.round, commit.fragment, chunk, header.spread, one.rank, one.attempt
             )
-            data = self.store.get_range(key, 0, size)
+            data = read_range(self.store, key, 0, size)
         else:
             key = contribution_key(commit, one)
-            data = self.store.get_range(key, header.size + header.chunk_start(chunk), size)
+            data = read_range(self.store, key, header.size + header.chunk_start(chunk), size)
         header.verify(chunk, data, key, self.signer)
         return as_tensor(data)
 
@@ -170,7 +171,7 @@ class Payloads:
         key = contribution_key(commit, one)
         sizes = [_stored_size(header, chunk) for chunk in chunks]
         start = header.size + header.chunk_start(chunks[0])
-        data = self.store.get_range(key, start, sum(sizes))
+        data = read_range(self.store, key, start, sum(sizes))
         found = []
         for chunk, size in zip(chunks, sizes, strict=True):
             piece, data = data[:size], data[size:]
@@ -189,7 +190,7 @@ class Payloads:
 def _stored_size(header: Header, chunk: int) -> int:
     """Bytes of a chunk as it is stored, if that is not beyond reason."""
     size = header.chunk_size(chunk)
-    if size > _LARGEST_GROWTH * header.chunk_bytes + _SMALLEST_BOUND:
+    if not 0 < size <= _LARGEST_GROWTH * header.chunk_bytes + _SMALLEST_BOUND:
         raise CorruptContributionError(f"replica {header.rank}'s chunk {chunk} has {size} bytes")
     return size
 
@@ -205,6 +206,19 @@ def blocks_of(headers: Sequence[Header]) -> list[range]:
             start, room = chunk, 0
         room = (room or _READ_BYTES) - size
     return [*blocks, range(start, headers[0].chunks)]
+
+
+def read_range(store: ObjectStore, key: str, start: int, length: int) -> memoryview:
+    """Part of an object of a round.
+
+    Raises:
+        CorruptContributionError: the object is too short.
+        NotFoundError: there is none.
+    """
+    try:
+        return store.get_range(key, start, length)
+    except CorruptError as error:
+        raise CorruptContributionError(f"{key}: truncated: {error.message}") from error
 
 
 def contribution_key(commit: Commit, one: Contributor) -> str:

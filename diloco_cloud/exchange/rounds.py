@@ -201,6 +201,8 @@ class RoundExchange(Words):
         finally:
             if ahead is not None:
                 ahead.stop()
+        if stop.is_set():  # This life may have gone on from another round meanwhile.
+            raise ExchangeError("the wait for other replicas was given up")
         if result.tensors is not None and commit.includes(self.rank, self.attempt):
             self._contributing.settle(packed)
         grace_s = 0.0 if agreement.quorum_at is None else decided - agreement.quorum_at
@@ -367,6 +369,9 @@ class RoundExchange(Words):
         ahead: Speculation | None,
     ) -> RoundResult:
         """What the decision comes to; what was averaged in expectation of it is taken over."""
+        if commit.decision == "commit" and commit.chunk_bytes != packed.own.header.chunk_bytes:
+            payload, chunked = memory_for(packed.layout, commit.chunk_bytes)
+            into = packed.layout.unpack(payload), chunked
         reducer = self._reducer(commit, packed.layout, payloads, into, stop)
 
         def reduce() -> None:

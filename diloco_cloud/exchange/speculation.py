@@ -80,6 +80,11 @@ class Speculation:
     def _run(self) -> bool:
         headers = self._await_headers()
         commit = self.decide(headers)
+        included = [(one.rank, one.attempt, one.header) for one in commit.contributors]
+        assert self.payloads.own is not None
+        own = self.payloads.own.header
+        if (own.rank, own.attempt, digest(own.encode())) not in included:
+            return False
         if commit.plan != "sharded" or any(
             header.spread != commit.shards for header, _ in headers.values()
         ):
@@ -102,7 +107,9 @@ class Speculation:
                 # In key order, so by attempts. An earlier life of this rank's was not to be.
                 if rank is not None and (rank != own.rank or info.key == here):
                     newest[rank] = info
-            if self.expected <= newest.keys():
+            # Its own too: what is expected must have this replica's chunks in it, as the means
+            # take the place of those.
+            if self.expected | {own.rank} <= newest.keys():
                 new = [info for info in newest.values() if info.key not in known]
                 with ThreadPoolExecutor(self.payloads.parallel, "diloco-headers") as pool:
                     read = zip(new, pool.map(self._header, new), strict=True)

@@ -14,6 +14,7 @@ from diloco_cloud.exchange.buffers import as_tensor
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.contribution import RAW, Header, decode, encoded_size, header_size
 from diloco_cloud.exchange.means import ChunkMeans
+from diloco_cloud.exchange.payloads import read_range
 from diloco_cloud.exchange.signing import Signer
 from diloco_cloud.store.base import ObjectStore
 
@@ -83,6 +84,8 @@ class Sums:
                 isinstance(error, NotFoundError) and newer_snapshots(self.store, self.commit.round)
             ):
                 raise  # Not damaged: the others are done with the round.
+            # Where there are no snapshots, a round is deleted as soon as the next one is decided.
+            self.store.head(keys.commit(self.commit.round, self.commit.fragment))
             # Nobody can have this mean, unless it is there: whichever comes first stands.
             note = error.message[:_LONGEST_NOTE] or "damaged"
         header = self._header(chunk, body, note)
@@ -113,7 +116,7 @@ class Sums:
         key, most = self._key(chunk), _LARGEST_GROWTH * self.commit.chunk_bytes + _SMALLEST_BOUND
         if size > header_size(self.commit.chunk_bytes, self.commit.chunk_bytes) + most:
             raise CorruptContributionError(f"{key}: {size} bytes are no mean of a chunk")
-        data = self.store.get_range(key, 0, size)
+        data = read_range(self.store, key, 0, size)
         header = decode(data[: encoded_size(bytes(data[:12]))], key)
         header.check(self.signer, key)
         commit = self.commit
@@ -127,7 +130,7 @@ class Sums:
             commit.digest,
             commit.sums,
             1,
-        ) or len(body) != header.payload_bytes:
+        ) or not 0 < len(body) == header.payload_bytes:
             raise CorruptContributionError(f"{key}: not a mean of this round's commit")
         header.verify(0, body, key, self.signer)
         return self.means.from_sum(chunk, as_tensor(body))

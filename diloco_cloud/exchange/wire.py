@@ -28,7 +28,7 @@ def parse(data: bytes | str, what: str, build: Callable[[Any], T]) -> T:
     """
     try:
         return build(json.loads(data))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         raise CorruptContributionError(f"{what} cannot be read: {error}") from None
 
 

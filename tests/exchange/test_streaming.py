@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_cloud import keys
+from diloco_cloud.errors import ExchangeError
 from diloco_cloud.exchange.agreement import Clock
 from diloco_cloud.exchange.codecs import get_codec
 from diloco_cloud.exchange.commit import Commit
@@ -365,3 +366,31 @@ def test_a_volunteer_leaves_a_round_that_went_another_way(name: str) -> None:
     volunteer = Volunteer(store, "run", 0, clock=clock)
     assert volunteer.work(lambda: time_s[0] > 60) == 0
     assert not [info.key for info in store.list() if "/sum/" in info.key]
+
+
+@pytest.mark.parametrize("sent", ["nothing else", "a short chunk"])
+def test_what_is_cut_off_stops_nobody(name: str, sent: str) -> None:
+    """A chunk that is shorter than its header says is damaged, and everybody is told so."""
+
+    class Cutting(Recording):
+        def create(self, key: str, data: Any) -> None:
+            if sent == "a short chunk" and "/part/" in key and key.endswith("000005/0001.0000"):
+                data = b"".join(data)[:-1]
+            super().create(key, data)
+
+    owns = [replica(name, rank) for rank in range(3)]
+    owns[1].store = owns[1]._contributing.store = Cutting(name)
+    results = together(owns)
+    if sent == "a short chunk":
+        assert all(result.tensors is None for result in results)
+        assert "truncated" in results[0].reason
+    else:
+        assert all(equal(result, mean(range(3))) for result in results)
+
+
+def test_another_process_of_the_same_life_is_told_to_take_the_next_attempt(name: str) -> None:
+    earlier = Contributing(MemoryStore(name), "run", 0, 0, reduction="sharded", chunk_bytes=CHUNK)
+    assert open_contribution(earlier.store, earlier.pack(0, 0, tensors(5), Work()).own)
+    with pytest.raises(ExchangeError, match="began to send other work") as caught:
+        replica(name, 0, 2).exchange(0, 0, tensors(0), Work())
+    assert "DILOCO_ATTEMPT" in str(caught.value.fix)
