@@ -24,6 +24,7 @@ from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.contributing import Contributing
 from diloco_cloud.exchange.following import sums_of
 from diloco_cloud.exchange.membership import Membership
+from diloco_cloud.exchange.payloads import Payloads
 from diloco_cloud.exchange.rounds import RoundExchange
 from diloco_cloud.exchange.upload import dealt, open_contribution, send_chunks
 from diloco_cloud.exchange.volunteer import Volunteer
@@ -394,3 +395,20 @@ def test_another_process_of_the_same_life_is_told_to_take_the_next_attempt(name:
     with pytest.raises(ExchangeError, match="began to send other work") as caught:
         replica(name, 0, 2).exchange(0, 0, tensors(0), Work())
     assert "DILOCO_ATTEMPT" in str(caught.value.fix)
+
+
+def test_a_guess_without_oneself_is_not_followed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The means would take the place of chunks that are still being sent."""
+    together([replica(name, rank, 2) for rank in range(2)])
+    late = replica(name, 2, 2)
+    monkeypatch.setattr(RoundExchange, "expected", [0, 1])
+    packed = late._pack(0, 0, tensors(2), Work(tokens=10), None, None)
+    payloads = Payloads(late.store, packed.own, late.signer)
+    into = packed.destination(in_place=True)
+    ahead = late._speculate(packed, payloads, into, threading.Event())
+    assert ahead is not None
+    time.sleep(0.3)
+    ahead.stop()
+    assert all(map(torch.equal, packed.tensors, tensors(2)))
