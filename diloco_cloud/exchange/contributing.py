@@ -57,11 +57,16 @@ class Packed:
     layout: TensorLayout
     tensors: list[torch.Tensor]
 
-    def destination(self, *, in_place: bool) -> Destination:
-        """Where the round's means go: in the place of :attr:`tensors`, or new memory."""
+    def destination(self, *, in_place: bool, chunk_bytes: int | None = None) -> Destination:
+        """Where the round's means go: in the place of :attr:`tensors`, or new memory.
+
+        Args:
+            in_place: in the place of the tensors.
+            chunk_bytes: of the means, where that is not the contribution's.
+        """
         if in_place:
             return self.tensors, self.own.raw
-        payload, into = memory_for(self.layout, self.own.header.chunk_bytes)
+        payload, into = memory_for(self.layout, chunk_bytes or self.own.header.chunk_bytes)
         return self.layout.unpack(payload), into
 
 
@@ -177,9 +182,10 @@ class Contributing:
 
     @property
     def keeps_tensors(self) -> bool:
-        """Whether :meth:`settle` will need the tensors as they are now."""
+        """Whether the tensors are needed as they are now until the round is over."""
         codec = self._codec
-        return codec is not None and codec.decay is not None
+        # What an exact codec makes of a chunk may be the chunk's own memory.
+        return codec is not None and (codec.decay is not None or codec.exact)
 
     def _encode(
         self, codec: Codec, fragment: int, chunks: Chunks, raw: ChunkedBytes

@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from blake3 import blake3
 
-from diloco_cloud.errors import CorruptContributionError
+from diloco_cloud.errors import CorruptContributionError, ForeignObjectError
 from diloco_cloud.exchange import wire
 from diloco_cloud.exchange.signing import CHECKSUM_CHARS, UNSIGNED, Signer
 from diloco_cloud.exchange.weighting import PLAIN
@@ -158,7 +158,10 @@ class Header:
             key: of the object.
             own: this rank is to have written it.
         """
-        covered = [replace(self, mac="").encode()] if signer.is_on else []
+        try:
+            covered = [replace(self, mac="").encode()] if signer.is_on else []
+        except ValueError as error:  # It had room for its text only as somebody else wrote that.
+            raise ForeignObjectError(f"{key}: {error}") from error
         signer.check("header", self.mac, covered, key, own=own)
 
     def verify(self, chunk: int, data: memoryview, key: str, signer: Signer = UNSIGNED) -> None:

@@ -225,6 +225,7 @@ class Gathering:
             own.overwritten.add(chunk)
         self.into.write(chunk, mean)
         self._todo.discard(chunk)
+        self._parts.pop(chunk, None)  # Somebody else may have been faster.
         self._progress_at = self._watch.clock.now()
         if chunk in self._mine:
             self._own_s = self._watch.waited_s

@@ -48,6 +48,7 @@ class Reducer:
         into: where the means go.
         new_watch: makes the watch that paces and bounds the wait for the others' means.
         patience_s: how long a chunk's owner is waited for at least before this replica does it.
+        given_up: whether whoever asked for the means has stopped waiting for them.
     """
 
     store: ObjectStore
@@ -57,6 +58,7 @@ class Reducer:
     into: ChunkedBytes
     new_watch: Callable[[], Watch]
     patience_s: float = 1.0
+    given_up: Callable[[], bool] = lambda: False
 
     def reduce(self) -> None:
         """Write the means into :attr:`into`.
@@ -72,7 +74,7 @@ class Reducer:
                 f"round {self.commit.round} was committed for other tensors than this replica's"
             )
         if self.commit.plan == "sharded":
-            self.gathering().run()
+            self.gathering(given_up=self.given_up).run()
         else:
             self._read_all()
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from diloco_cloud.errors import ExchangeError, MissedRoundError, NotFoundError
+from diloco_cloud.errors import MissedRoundError, NotFoundError
+from diloco_cloud.exchange import verdicts
 from diloco_cloud.exchange.agreement import Agreement, Clock, Watch, raise_if_superseded
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.contributing import Contributing, Packed
@@ -28,7 +29,6 @@ from diloco_cloud.exchange.reduction import Destination, Reducer, memory_for, re
 from diloco_cloud.exchange.signing import UNSIGNED, Signer
 from diloco_cloud.exchange.speculation import Headers, Speculation
 from diloco_cloud.exchange.upload import PARALLEL_WRITES
-from diloco_cloud.exchange.verdicts import raise_if_finished, raise_if_missed, raise_if_out
 from diloco_cloud.exchange.words import Words
 from diloco_cloud.exchange.work import Contributed, RoundResult, Work
 from diloco_cloud.store.base import ObjectStore
@@ -176,9 +176,8 @@ class RoundExchange(Words):
         work = Work() if work is None else work
         began = self.clock.now()
         packed = self._pack(round_, fragment, tensors, work, names, averaged_plainly)
-        in_place = in_place and packed.own.header.spread > 0
-        in_place = in_place and not self._contributing.keeps_tensors
-        into = packed.destination(in_place=in_place)
+        may_overwrite = packed.own.header.spread > 0 and not self._contributing.keeps_tensors
+        into = packed.destination(in_place=in_place and may_overwrite)
         payloads = Payloads(self.store, packed.own, self.signer)
         payloads.parallel = self._parallel(fragment, PARALLEL_READS)
         ahead = self._speculate(packed, payloads, into, stop)
@@ -192,18 +191,18 @@ class RoundExchange(Words):
             commit = agreement.reach(watch)
             decided = self.clock.now()
             self._waits.append(watch.waited_s)
-            if stop.is_set():  # Whoever asked has given up, and may have begun anew meanwhile.
-                raise ExchangeError("the wait for other replicas was given up")
-            raise_if_out(self.rank, work.base, commit)
+            verdicts.raise_if_given_up(stop)
+            verdicts.raise_if_out(self.rank, work.base, commit)
             if not self.membership.is_strict:
-                raise_if_missed(commit, mine.own[0])
+                verdicts.raise_if_missed(commit, mine.own[0])
             result = self._result(commit, packed, mine.payloads, into, stop, ahead)
         finally:
             if ahead is not None:
                 ahead.stop()
-        if stop.is_set():  # This life may have gone on from another round meanwhile.
-            raise ExchangeError("the wait for other replicas was given up")
-        if result.tensors is not None and commit.includes(self.rank, self.attempt):
+        verdicts.raise_if_given_up(stop)
+        # What an earlier process of this life sent is nothing that this one left unsent.
+        sent = payloads.own is not None and commit.includes(self.rank, self.attempt)
+        if result.tensors is not None and sent:
             self._contributing.settle(packed)
         grace_s = 0.0 if agreement.quorum_at is None else decided - agreement.quorum_at
         self._note(agreement, result, self.clock.now() - began - grace_s)
@@ -259,7 +258,7 @@ class RoundExchange(Words):
         names: Sequence[str] | None,
         averaged_plainly: Sequence[bool] | None,
     ) -> Packed:
-        raise_if_finished(self.rank, round_, self.history)
+        verdicts.raise_if_finished(self.rank, round_, self.history)
         contributing = self._contributing
         contributing.codec, contributing.reduction = self.codec, self.reduction
         contributing.merge = self.merge
@@ -356,8 +355,8 @@ class RoundExchange(Words):
         stop: threading.Event,
     ) -> Reducer:
         new_watch: Any = partial(self.watch, stop)
-        patience_s = self.patience_s
-        return Reducer(self.store, commit, layout, payloads, into[1], new_watch, patience_s)
+        rest = self.patience_s, stop.is_set
+        return Reducer(self.store, commit, layout, payloads, into[1], new_watch, *rest)
 
     def _result(
         self,
@@ -370,8 +369,7 @@ class RoundExchange(Words):
     ) -> RoundResult:
         """What the decision comes to; what was averaged in expectation of it is taken over."""
         if commit.decision == "commit" and commit.chunk_bytes != packed.own.header.chunk_bytes:
-            payload, chunked = memory_for(packed.layout, commit.chunk_bytes)
-            into = packed.layout.unpack(payload), chunked
+            into = packed.destination(in_place=False, chunk_bytes=commit.chunk_bytes)
         reducer = self._reducer(commit, packed.layout, payloads, into, stop)
 
         def reduce() -> None:

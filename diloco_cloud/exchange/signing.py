@@ -110,7 +110,7 @@ class Signer:
                     f"{what}: signed, and this replica has no key",
                     fix="Start it with the run's key in DILOCO_RUN_KEY.",
                 )
-        elif not hmac.compare_digest(mac.encode(), self.mac(use, parts).encode()):
+        elif not hmac.compare_digest(mac.encode(errors="replace"), self.mac(use, parts).encode()):
             raise ForeignObjectError(
                 f"{what}: not signed with this run's key",
                 fix="Either this replica has another key than the rest, or somebody else can "

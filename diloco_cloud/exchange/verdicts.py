@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from diloco_cloud.errors import DriftError, LayoutMismatchError, LeftRunError, MissedRoundError
+import threading
+
+from diloco_cloud.errors import (
+    DriftError,
+    ExchangeError,
+    LayoutMismatchError,
+    LeftRunError,
+    MissedRoundError,
+)
 from diloco_cloud.exchange.commit import DRIFTED, Commit
 from diloco_cloud.exchange.contribution import Header
 from diloco_cloud.exchange.history import History
@@ -59,3 +67,9 @@ def _finished(rank: int, round_: int) -> LeftRunError:
         f"replica {rank} had left the run before round {round_}",
         fix="Launch a new run to train further.",
     )
+
+
+def raise_if_given_up(stop: threading.Event) -> None:
+    """Raise where whoever asked has given up, and may have gone on from another round meanwhile."""
+    if stop.is_set():
+        raise ExchangeError("the wait for other replicas was given up")

@@ -71,6 +71,8 @@ class _Volunteering(Gathering):
 
     def _begin_reading(self, reads: ThreadPoolExecutor) -> None:
         self._todo -= self._there.keys()
+        for chunk in self._parts.keys() & self._there.keys():
+            del self._parts[chunk]
 
 
 class _Nowhere(ChunkedBytes):
@@ -115,16 +117,18 @@ class Volunteer:
         """
         watch = self._watch()
         while not over():
-            outline = self._find()
+            outline = None
+            try:
+                outline = self._find()
+                if outline is not None:
+                    self._serve(outline, over)
+                    self.rounds += 1
+            except (DilocoError, NoMeanError) as error:
+                logger.info("%s: %s", outline or "looking for an open round", error)
             if outline is None:
                 watch.pause()
-                continue
-            try:
-                self._serve(outline, over)
-                self.rounds += 1
-            except (DilocoError, NoMeanError) as error:
-                logger.info("%s: %s", outline, error)
-            watch = self._watch()
+            else:
+                watch = self._watch()
         return self.rounds
 
     def _watch(self) -> Watch:
@@ -177,7 +181,8 @@ class Volunteer:
         def read(one: Contributor) -> tuple[Header, str]:
             key = keys.opening(commit.round, commit.fragment, one.rank, one.attempt)
             found = read_header(self.store, key, guess, signer=self.signer)
-            if found[1] != one.header:
+            size = found[0].nbytes, found[0].chunk_bytes
+            if found[1] != one.header or size != (commit.nbytes, commit.chunk_bytes):
                 raise CorruptContributionError(f"{key}: not the header that is expected")
             return found
 

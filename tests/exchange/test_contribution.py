@@ -19,6 +19,7 @@ from diloco_cloud.exchange.contribution import (
     header_size,
 )
 from diloco_cloud.exchange.payloads import read_header
+from diloco_cloud.exchange.signing import Signer
 from diloco_cloud.store import open_store
 
 PAYLOAD = bytes(range(256)) * 10
@@ -65,6 +66,9 @@ def test_verify_finds_the_damaged_chunk() -> None:
         {"nbytes": 10**12},
         {"nbytes": 10**400},
         {"tokens": 10**50},
+        {"norm": 10**400},
+        {"sizes": [1, 1, 1]},
+        {"codec": "int8"},
         {"chunk_bytes": 12},
         {"nbytes": "9"},
         {"rank": True},
@@ -99,6 +103,16 @@ def test_decode_of_any_fields_is_a_header_or_one_error(changes: dict[str, object
         return
     assert 0 <= header.nbytes <= 2**53
     assert header.chunk_bytes >= 64
+
+
+@pytest.mark.parametrize("note", ["é" * 800, "\ud800"])
+def test_a_header_that_cannot_be_written_again_is_nobodys(note: str) -> None:
+    """Its text had room as somebody else wrote it; in a signed run it is written again."""
+    text = json.dumps(asdict(replace(HEADER, note=note, mac=note)), ensure_ascii=note != "é" * 800)
+    raw = text.encode()
+    data = (MAGIC + len(raw).to_bytes(4, "little") + raw).ljust(HEADER.size)
+    with pytest.raises(CorruptContributionError):
+        decode(data, "k").check(Signer(b"k" * 32, "r"), "k")
 
 
 @given(st.binary(max_size=200))

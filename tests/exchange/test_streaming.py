@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import uuid
@@ -23,6 +24,7 @@ from diloco_cloud.exchange.codecs import get_codec
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.contributing import Contributing
 from diloco_cloud.exchange.following import sums_of
+from diloco_cloud.exchange.layout import TensorLayout
 from diloco_cloud.exchange.membership import Membership
 from diloco_cloud.exchange.payloads import Payloads
 from diloco_cloud.exchange.rounds import RoundExchange
@@ -412,3 +414,18 @@ def test_a_guess_without_oneself_is_not_followed(
     time.sleep(0.3)
     ahead.stop()
     assert all(map(torch.equal, packed.tensors, tensors(2)))
+
+
+def test_a_volunteer_does_not_believe_in_a_size(name: str) -> None:
+    """The outline of an unsigned run may be anybody's; a chunk of memory for each would be all."""
+    together([replica(name, rank, 2, reducers=lambda: 1, patience_s=0.0) for rank in range(2)])
+    store = MemoryStore(name)
+    (key,) = [info.key for info in store.list() if "/outline/" in info.key]
+    outline = json.loads(store.get(key))
+    size = 2**50
+    outline["layout"] = [["t", [size // 4], "float32"]]
+    layout = TensorLayout.from_rows(outline["layout"])
+    outline["commit"] |= {"layout": layout.digest, "nbytes": size}
+    store.put(key, json.dumps(outline).encode())
+    asked = iter([False, False, True])
+    assert Volunteer(store, "run", 0, poll_interval_s=0.01).work(lambda: next(asked)) == 0
