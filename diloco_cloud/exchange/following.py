@@ -106,7 +106,7 @@ def _job(headers: Sequence[Header]) -> Job:
         nbytes=first.nbytes,
         contributors=len(headers),
         put_ratio=min(max(ratio, _LEAST_RATIO), _LARGEST_RATIO),
-        sum_ratio=1.0 if sums == RAW else RAW_BITS / get_codec(sums).bits_per_parameter,
+        sum_ratio=RAW_BITS / _bits(sums),
         reducers=(_VOLUNTEER,) * volunteers,
     )
 
@@ -126,8 +126,10 @@ def _is_worth_sharding(codec: str, contributors: int) -> bool:
     """Whether (N-1)/N of a contribution and of the means is less than N-1 contributions."""
     if codec == RAW:
         return contributors > 1  # For two it is as much, and damage is found sooner.
-    own = get_codec(codec)
-    if not own.sums:
-        return False
-    sums = RAW_BITS if own.sums == RAW else get_codec(own.sums).bits_per_parameter
-    return contributors > 1 + sums / own.bits_per_parameter
+    sums = get_codec(codec).sums
+    return bool(sums) and contributors > 1 + _bits(sums) / _bits(codec)
+
+
+def _bits(codec: str) -> float:
+    """Per parameter."""
+    return RAW_BITS if codec == RAW else get_codec(codec).bits_per_parameter

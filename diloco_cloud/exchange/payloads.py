@@ -187,10 +187,15 @@ class Payloads:
         )
 
 
+def longest_chunk(chunk_bytes: int) -> int:
+    """Bytes that a chunk of so many bytes of tensors may have as it is stored."""
+    return _LARGEST_GROWTH * chunk_bytes + _SMALLEST_BOUND
+
+
 def _stored_size(header: Header, chunk: int) -> int:
     """Bytes of a chunk as it is stored, if that is not beyond reason."""
     size = header.chunk_size(chunk)
-    if not 0 < size <= _LARGEST_GROWTH * header.chunk_bytes + _SMALLEST_BOUND:
+    if not 0 < size <= longest_chunk(header.chunk_bytes):
         raise CorruptContributionError(f"replica {header.rank}'s chunk {chunk} has {size} bytes")
     return size
 

@@ -14,15 +14,12 @@ from diloco_cloud.exchange.buffers import as_tensor
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.contribution import RAW, Header, decode, encoded_size, header_size
 from diloco_cloud.exchange.means import ChunkMeans
-from diloco_cloud.exchange.payloads import read_range
+from diloco_cloud.exchange.payloads import longest_chunk, read_range
 from diloco_cloud.exchange.signing import Signer
 from diloco_cloud.store.base import ObjectStore
 
 #: Characters of the reason in an object that stands for a mean that cannot be had.
 _LONGEST_NOTE = 400
-#: Bytes of an encoded chunk, for each byte of its tensors, and for its beginning.
-_LARGEST_GROWTH = 4
-_SMALLEST_BOUND = 4096
 
 
 class NoMeanError(Exception):
@@ -113,8 +110,8 @@ class Sums:
             NoMeanError: the object says that there is none.
             CorruptContributionError: it is no mean of this commit.
         """
-        key, most = self._key(chunk), _LARGEST_GROWTH * self.commit.chunk_bytes + _SMALLEST_BOUND
-        if size > header_size(self.commit.chunk_bytes, self.commit.chunk_bytes) + most:
+        key, unit = self._key(chunk), self.commit.chunk_bytes
+        if size > header_size(unit, unit) + longest_chunk(unit):
             raise CorruptContributionError(f"{key}: {size} bytes are no mean of a chunk")
         data = read_range(self.store, key, 0, size)
         header = decode(data[: encoded_size(bytes(data[:12]))], key)
