@@ -7,6 +7,7 @@ the store lets exactly one succeed, and the rest read what it wrote.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -179,7 +180,7 @@ class Agreement:
                     return commit
                 if watch.expired:
                     raise self._nobody_else(watch)
-            watch.pause(self._until_grace_ends(watch))
+            watch.pause(self._until_next_step(watch))
 
     def _look(self) -> Attendance:
         listed = self.store.list(keys.directory(self.round, self.fragment))
@@ -216,7 +217,7 @@ class Agreement:
         if enough and not cold:
             if self.quorum_at is None:
                 self.quorum_at = watch.clock.now()
-            return self._until_grace_ends(watch) == 0.0
+            return self._overdue_s(watch, self._grace_s) >= 0.0
         self.quorum_at = None
         limit = rules.deadline_s(self.pace_s, self.timeout_s)
         if rules.quorum is None and not cold and waited >= limit:
@@ -225,12 +226,26 @@ class Agreement:
             raise self._timeout(missing, watch)
         return False
 
-    def _until_grace_ends(self, watch: Watch) -> float | None:
-        """Seconds; None where no quorum is in."""
+    @property
+    def _usual_s(self) -> float:
+        return self.membership.usual_s(self._missing or set(), pace_s=self.pace_s)
+
+    @property
+    def _grace_s(self) -> float:
+        return self.membership.grace(self._missing or set(), pace_s=self.pace_s)
+
+    def _overdue_s(self, watch: Watch, allowed_s: float) -> float:
+        """Seconds that the quorum has been in for longer than so many; negative before it is."""
+        if self.quorum_at is None:
+            return -math.inf
+        return watch.clock.now() - self.quorum_at - allowed_s
+
+    def _until_next_step(self, watch: Watch) -> float | None:
+        """Seconds until the missing are late, or until they are waited for no more."""
         if self.quorum_at is None:
             return None
-        grace = self.membership.grace(self._missing or set(), pace_s=self.pace_s)
-        return max(0.0, self.quorum_at + grace - watch.clock.now())
+        late = self._overdue_s(watch, self._usual_s)
+        return -late if late < 0.0 else max(0.0, -self._overdue_s(watch, self._grace_s))
 
     def _tell(self, missing: set[int]) -> None:
         if missing != self._missing:
@@ -244,10 +259,13 @@ class Agreement:
         now = watch.clock.now()
         # Each time is three requests, and the longer nothing has happened, the less is new.
         period = max(self.membership.heartbeat_s, _ASKING_SHARE * watch.waited_s)
-        if self._asked_at is None:
-            if not cold and watch.waited_s < self.membership.heartbeat_s:
-                return
-        elif now - self._asked_at < period:
+        if self._asked_at is not None:
+            is_due = now - self._asked_at >= period
+        else:
+            # From here on, waiting for one that is dead would hold up everybody else.
+            is_late = self._overdue_s(watch, self._usual_s) >= 0.0
+            is_due = cold or is_late or watch.waited_s >= self.membership.heartbeat_s
+        if not is_due:
             return
         self._asked_at = now
         self._lives = self.membership.roster()

@@ -8,7 +8,8 @@ With ``quorum="all"`` a round waits for every rank, as an all-reduce does. Other
 
 * It waits for its **members**: the replicas that were in the last round, and those that have come
   up to this one since (``join``). One that is going away says so (``away``), and one whose
-  heartbeat has stopped counts as gone.
+  heartbeat has stopped, or whose next life is being started, counts as gone; that is asked when
+  it is later than it usually is.
 * Once a **quorum** is in (half of the members, or the number that was asked for), the others have
   a **grace**: as long as they have usually needed, learnt like TCP's retransmission timeout
   (RFC 6298: mean plus four mean deviations), and at most half a round. A replica that will need
@@ -244,8 +245,8 @@ class Membership:
         least = _LEAST_BEATS * self.heartbeat_s
         return max(self.slack_s, FREE_SHARE * (self.round_s or 0.0), least)
 
-    def grace(self, missing: set[int], *, pace_s: float) -> float:
-        """Seconds to wait for ``missing`` after the quorum.
+    def usual_s(self, missing: set[int], *, pace_s: float) -> float:
+        """Seconds after the quorum within which ``missing`` have usually come.
 
         Args:
             missing: ranks that are expected and not there.
@@ -258,7 +259,12 @@ class Membership:
             self._lateness[rank].allowance if rank in self._lateness else longest
             for rank in missing
         )
-        return min(max(usual, default=0.0) + self.free_s, longest + self.free_s)
+        return min(max(usual, default=0.0), longest)
+
+    def grace(self, missing: set[int], *, pace_s: float) -> float:
+        """Seconds to wait for ``missing`` after the quorum; arguments as of :meth:`usual_s`."""
+        usual = self.usual_s(missing, pace_s=pace_s)
+        return usual if self.grace_s is not None else usual + self.free_s
 
     def deadline_s(self, pace_s: float, timeout_s: float) -> float:
         """Seconds after which a quorum is no longer waited for."""

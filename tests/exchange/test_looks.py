@@ -11,8 +11,10 @@ import torch
 
 from diloco_cloud.errors import RoundTimeoutError
 from diloco_cloud.exchange.agreement import Clock, Watch
-from diloco_cloud.exchange.membership import Life, Membership
+from diloco_cloud.exchange.history import History, Standing
+from diloco_cloud.exchange.membership import Lateness, Life, Membership
 from diloco_cloud.exchange.rounds import RoundExchange
+from diloco_cloud.exchange.work import Work
 from diloco_cloud.store.memory import MemoryStore
 from diloco_cloud.store.metered import MeteredStore
 
@@ -83,3 +85,24 @@ def test_who_has_begun_is_asked_once_a_heartbeat() -> None:
 def test_who_lives_is_asked_more_rarely_the_longer_the_wait() -> None:
     asked, _ = alone(2, 1800.0)
     assert 2 <= asked <= 60  # rather than 360
+
+
+@pytest.mark.parametrize(
+    ("life", "waited_s"), [("alive", 1.0 + 5.0), ("starting", 1.0), ("gone", 1.0)]
+)
+def test_one_that_is_known_to_be_dead_is_waited_for_no_longer_than_it_usually_needs(
+    life: Life, waited_s: float
+) -> None:
+    time, store = Time(), MemoryStore(uuid.uuid4().hex)
+    past = History(
+        standings={r: Standing(rank=r, attempt=0, round=-1, position=0) for r in range(3)}
+    )
+    RoundExchange(store, "run", 1, 3).contribute(0, 0, [torch.ones(3)], Work())
+    own = RoundExchange(store, "run", 0, 3, clock=time.clock)
+    rules = Membership(3, quorum=None, heartbeat_s=20.0, roster=lambda: {2: life})
+    rules.round_s, rules._lateness[2] = 100.0, Lateness(mean=1.0, deviation=0.0)
+    own.membership = rules
+    own.begin(past)
+    result = own.exchange(0, 0, [torch.ones(3)])
+    assert [one.rank for one in result.commit.contributors] == [0, 1]
+    assert time.at == pytest.approx(waited_s, abs=0.3)

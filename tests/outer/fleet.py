@@ -135,6 +135,7 @@ class Fleet:
         job: what is trained; ``job.steps`` is its length in the run's own time.
         pace_s: seconds of an inner step, by rank.
         restart_s: seconds from a death to the next life's start.
+        restart_when: what the next life waits for besides.
         lives: how often a rank may begin.
         launched_with: ranks that the run began with; the others come later.
         retired: ranks that end with their first life.
@@ -152,6 +153,7 @@ class Fleet:
     job: Job
     pace_s: Mapping[int, float] = field(default_factory=dict)
     restart_s: float = 0.0
+    restart_when: Callable[[], bool] = lambda: True
     lives: int = 6
     quorum: int | None = None
     grace_s: float | None = None
@@ -190,6 +192,7 @@ class Fleet:
                     if rank in self.retired:
                         return None
                     time.sleep(self.restart_s)
+                    _await(self.restart_when)
                 except ExchangeError as error:
                     if rank not in self.second_lives:
                         raise
@@ -306,3 +309,11 @@ class Fleet:
 
 def _round(commit: Commit) -> int:
     return commit.round
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    """Wait until it holds, for 30 seconds at most."""
+    deadline = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline, "what a restart waited for never came"
+        time.sleep(0.01)

@@ -76,7 +76,11 @@ def test_a_stopped_replica_misses_rounds_and_loses_nothing() -> None:
 
 
 def test_the_last_survivor_goes_on_alone_and_the_dead_come_back() -> None:
-    fleet = Fleet(Job(world_size=4, sync_every=10, steps=500), pace_s=PACE, restart_s=2.0)
+    fleet = Fleet(
+        Job(world_size=4, sync_every=10, steps=300),
+        pace_s=PACE,
+        restart_when=lambda: 1 in breadth(fleet),
+    )
     death = Death(method="create", key="rounds/00000004.0/put/")
     fleet.run({(rank, 0): death for rank in range(3)})
     sizes = breadth(fleet)
