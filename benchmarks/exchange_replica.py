@@ -72,6 +72,7 @@ class Measure:
         peak: bytes in memory at most, over what there was before the first round.
         requests: by method of the store; "missed" are reads of what was not there.
         sent, received: bytes of objects.
+        planned_s: how long the planner expected the round to take; 0: it did not say.
     """
 
     ended: float
@@ -80,6 +81,20 @@ class Measure:
     requests: Mapping[str, int]
     sent: int
     received: int
+    planned_s: float
+
+
+@dataclass(frozen=True)
+class Action:
+    """What to do in a round, once all that a first one takes is behind.
+
+    Attributes:
+        exchange: given the round.
+        planned_s: how long that is expected to take, as far as anybody has said.
+    """
+
+    exchange: Callable[[int], object]
+    planned_s: Callable[[], float] = lambda: 0.0
 
 
 @dataclass(frozen=True)
@@ -151,17 +166,23 @@ def _take_part(job: Job, rank: int, parent: Connection) -> None:
     act = _warmed_up(job, rank, store, tensors)
     for round_ in range(1, job.rounds + 1):
         exchange_tensors.fill(tensors, rank, round_)
-        usage = store.usage
+        usage, planned_s = store.usage, act.planned_s()
         parent.send(Ready())
         begins = parent.recv()
         cpu = own_cpu_s()
         time.sleep(max(0.0, begins - time.monotonic()))
-        act(round_)
+        act.exchange(round_)
         ended, cpu = time.monotonic(), own_cpu_s() - cpu
         peak, used = peak_memory() - before, store.usage - usage
         parent.send(
             Measure(
-                ended, cpu, max(peak, 0), dict(used.requests), used.bytes_sent, used.bytes_received
+                ended=ended,
+                cpu_s=cpu,
+                peak=max(peak, 0),
+                requests=dict(used.requests),
+                sent=used.bytes_sent,
+                received=used.bytes_received,
+                planned_s=planned_s,
             )
         )
         parent.recv()  # until all have ended: looking at the result takes CPU time
@@ -171,10 +192,8 @@ def _take_part(job: Job, rank: int, parent: Connection) -> None:
         parent.send(Outcome(exchange_tensors.digest(tensors), error))
 
 
-def _warmed_up(
-    job: Job, rank: int, store: ObjectStore, tensors: list[torch.Tensor]
-) -> Callable[[int], None]:
-    """What to do in a round, once all that a first one takes is behind.
+def _warmed_up(job: Job, rank: int, store: ObjectStore, tensors: list[torch.Tensor]) -> Action:
+    """Go through all that a first round takes besides.
 
     A round of ours is warmed up by a round, a reference by two small tensors: it has nothing
     else to learn, and takes long. A limit puts there what its rounds read.
@@ -185,18 +204,19 @@ def _warmed_up(
         body = memoryview(source.numpy()).cast("B")
         transfer = BulkTransfer(store, rank, replicas, contender.up, contender.down, body)
         transfer.prepare()
-        return transfer.round
+        return Action(transfer.round)
     if contender.kind == "reference":
         reference = REFERENCES[contender.name](store, rank, replicas)
         reference.allreduce([torch.zeros(1000), torch.zeros(10)])
-        return lambda _round: reference.allreduce(tensors)
+        return Action(lambda _round: reference.allreduce(tensors))
     uri, options = job.uri, contender.options
     exchange = ObjectStoreAllReduce(uri, rank, replicas, store=store, **options)
     if contender.reducers:  # a run's replicas are told by its spec
         exchange.exchange.reducers = lambda: contender.reducers
     exchange.allreduce(tensors)
-    return lambda _round: _ignore(exchange.allreduce(tensors))
 
+    def planned_s() -> float:
+        plan = exchange.exchange.history.plans.get(0)
+        return 0.0 if plan is None else plan.expected_s
 
-def _ignore(_result: object) -> None:
-    """Nothing: tensors are changed in place."""
+    return Action(lambda _round: exchange.allreduce(tensors), planned_s)

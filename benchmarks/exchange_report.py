@@ -13,6 +13,7 @@ HEADER = (
     "",
     "s",
     "s / limit",
+    "planned / s",
     "reference / s",
     "one object / s",
     "fast / s",
@@ -36,6 +37,7 @@ mean. Medians of {rounds} after one to warm up; of references, {reference_rounds
   (sharded), S up and S down (reducers); for a codec they are those that it moved.
 * **reference**: a tensor at a time, pickled, with a look for each peer every second; **one
   object**: all tensors at once; **fast**: that without pickles, with 20 looks a second.
+* **planned**: what the planner had expected of the round, from what the links carried before.
 * **MiB**, **requests** and **peak** are of the replica with most: in a round, and the memory over
   its tensors at any time. **missed**: GETs and HEADs that met nothing.
 * **CPU s** of all replicas and volunteers, and of the **server**, in a round; **busy**: of the
@@ -77,6 +79,7 @@ def _row(one: Result, anchors: dict[str, float]) -> list[str]:
         f"{one.name}: {rate(one):.0f} Mbit/s" if one.kind == "limit" else one.name,
         f"{one.seconds:.2f}",
         f"{one.seconds / one.limit_s:.2f}" if one.limit_s else "",
+        f"{one.planned:.2f}" if one.planned else "",
         *against,
         f"{one.sent / 2**20:.4g}",
         f"{one.received / 2**20:.4g}",

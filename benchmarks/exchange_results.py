@@ -37,6 +37,8 @@ class Result:
         agree: whether all replicas had the same bytes after every round; None for a limit.
         exact: whether they had the bytes of the slow mean after the last; None unless lossless.
         error: relative L2 error of the mean after the last round.
+        planned: what the planner expected a round to take, relative to what it took; the median of
+            the rounds; 0 where there was no plan.
         limit: name of the limit that this is to be compared with.
         limit_s: its seconds.
     """
@@ -62,6 +64,7 @@ class Result:
     agree: bool | None
     exact: bool | None
     error: float | None
+    planned: float = 0.0
     limit: str = ""
     limit_s: float | None = None
 
@@ -116,6 +119,7 @@ def result(job: Job, place: Place, rounds: Sequence[Round], means: SlowMean) -> 
         agree=all(one.agree for one in rounds) if exchanged else None,
         exact=exact,
         error=rounds[-1].outcomes[0].error if exchanged else None,
+        planned=_middle(rounds, lambda one: one.measures[0].planned_s / one.seconds),
     )
 
 

@@ -8,7 +8,7 @@ costs time, never the result.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from diloco_cloud.exchange import wire
@@ -77,7 +77,7 @@ def choose(
     current: Plan | None = None,
     kinds: Sequence[Kind] = KINDS,
 ) -> Plan:
-    """The plan for a job.
+    """The plan for a job, with the seconds that it is expected to take.
 
     Args:
         job: what the next round has to move.
@@ -88,13 +88,14 @@ def choose(
     """
     links = [slowest(links)]  # what decides; the same in whatever order they came
     costs = {one: by.predict(one, job, links) for one in candidates(job, kinds)}
-    best = min(by.weigh(cost) for cost in costs.values())
+    least = min(by.weigh(cost) for cost in costs.values())
     if current is not None and current.kind in kinds and possible(current, job):
-        now = by.weigh(by.predict(current, job, links))
-        if now <= best / (1 - _WORTH_CHANGING):
-            return current
-    equal = [one for one, cost in costs.items() if by.weigh(cost) <= best * (1 + _EQUAL)]
-    return min(equal, key=lambda one: _preference(one, costs[one]))
+        now = by.predict(current, job, links)
+        if by.weigh(now) <= least / (1 - _WORTH_CHANGING):
+            return replace(current, expected_s=now.seconds)
+    equal = [one for one, cost in costs.items() if by.weigh(cost) <= least * (1 + _EQUAL)]
+    best = min(equal, key=lambda one: _preference(one, costs[one]))
+    return replace(best, expected_s=costs[best].seconds)
 
 
 def candidates(job: Job, kinds: Sequence[Kind] = KINDS) -> Iterator[Plan]:
@@ -130,7 +131,7 @@ def _preference(one: Plan, cost: Cost) -> tuple[float, int, int, int, int]:
 
 def plan_json(one: Plan) -> dict[str, Any]:
     """A plan as a commit holds it."""
-    return {"kind": one.kind, "chunk_bytes": one.chunk_bytes, "parallel": one.parallel}
+    return asdict(one)
 
 
 def plan(value: Any) -> Plan:
@@ -160,4 +161,5 @@ _FIELDS: Final[dict[str, Callable[[Any], Any]]] = {
     "kind": wire.one_of(*KINDS),
     "chunk_bytes": _chunk_bytes,
     "parallel": _parallel,
+    "expected_s": wire.magnitude,
 }

@@ -47,11 +47,13 @@ class Plan:
         chunk_bytes: raw bytes that are encoded, reduced and sent together. Of an all-gather, which
             needs no such unit, the encoded bytes of one ranged read.
         parallel: requests under way at once, each way.
+        expected_s: seconds that a round was predicted to take when this was chosen; 0: not said.
     """
 
     kind: Kind
     chunk_bytes: int
     parallel: int
+    expected_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

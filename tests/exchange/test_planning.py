@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -248,6 +249,9 @@ def test_plan_survives_the_wire() -> None:
         {"parallel": 257},
         {"parallel": 1.5},
         {"parallel": "8"},
+        {"expected_s": -1.0},
+        {"expected_s": math.nan},
+        {"expected_s": "1"},
         {"reducers": 3},
     ],
 )
@@ -255,6 +259,14 @@ def test_hostile_plans_are_refused(change: dict[str, Any]) -> None:
     text = json.dumps(plan_json(Plan("sharded", 4 * MB, 8)) | change)
     with pytest.raises(CorruptContributionError):
         wire.parse(text, "a plan", plan)
+
+
+@pytest.mark.parametrize("current", [None, Plan("sharded", 4 * MB, 8)])
+def test_a_plan_says_how_long_it_is_expected_to_take(current: Plan | None) -> None:
+    a_job = fp32(256, 8)
+    chosen = choose(a_job, [SHAPED], current=current)
+    assert chosen.expected_s == predict(chosen, a_job, [SHAPED]).seconds > 0
+    assert plan(plan_json(chosen)).expected_s == chosen.expected_s
 
 
 @pytest.mark.parametrize("text", ["", "null", "[]", "3", "{}", '{"kind": "sharded"}', "NaN"])

@@ -282,7 +282,7 @@ class Fleet:
 
     def history(self) -> list[Commit]:
         """All decisions, in order; one for every round."""
-        found = sorted((Commit.decode(data) for data in self.commits.values()), key=_round)
+        found = sorted((Commit.decode(data) for data in list(self.commits.values())), key=_round)
         assert [commit.round for commit in found] == list(range(len(found)))
         return found
 
