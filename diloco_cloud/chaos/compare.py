@@ -17,7 +17,9 @@ from diloco_cloud.run.preflight import check_environment
 
 #: ft-diloco's: of 32 replicas in an hour.
 FAULTS_PER_REPLICA_HOUR: Final = 90 / 32
-_SYNC_EVERY: Final = 20
+#: Steps of a round: at least so many, and more in a long one. A replica contributes between two.
+_LEAST_STEPS: Final = 20
+_STEP_S: Final = 0.2
 #: CPU seconds of a small replica's round, mostly for reading so many others' contributions; and
 #: the part of the machine that a rehearsal may take, lest it measures the machine.
 _ROUND_CPU_S: Final = 0.1
@@ -54,10 +56,11 @@ class Settings:
     def fleet(self) -> Fleet:
         """What runs."""
         round_s = fitting_round_s(self.replicas) if self.round_s is None else self.round_s
+        steps = max(_LEAST_STEPS, round(round_s / _STEP_S))
         return Fleet(
             replicas=self.replicas,
-            sync_every=_SYNC_EVERY,
-            step_s=round_s / _SYNC_EVERY,
+            sync_every=steps,
+            step_s=round_s / steps,
             heartbeat_s=max(_HEARTBEAT_S / self.scale, _SHORTEST_LOOK_S),
             supervision_s=max(_SUPERVISION_S / self.scale, _SHORTEST_LOOK_S),
             seed=self.seed,

@@ -18,6 +18,7 @@ from diloco_cloud.errors import ConfigError, DilocoError, ExchangeError
 from diloco_cloud.exchange.agreement import Clock
 from diloco_cloud.exchange.codecs import require_codec
 from diloco_cloud.exchange.commit import Commit
+from diloco_cloud.exchange.host import write_back
 from diloco_cloud.exchange.links import LinkMeter
 from diloco_cloud.exchange.membership import Membership
 from diloco_cloud.exchange.rounds import RoundExchange
@@ -180,8 +181,7 @@ class ObjectStoreAllReduce:
         self._round_counter += 1
         if result.tensors is None:
             raise ExchangeError(f"round {round_}: nothing to average: {result.reason}")
-        for tensor, reduced in zip(tensors, result.tensors, strict=True):
-            tensor.copy_(reduced)
+        write_back(tensors, result.tensors)
         if not first and self.rank == result.commit.contributors[0].rank:
             self.discard(round_ - 1)
 

@@ -25,6 +25,7 @@ from diloco_cloud.exchange.codecs.chunks import Chunks, encode, settle
 from diloco_cloud.exchange.codecs.feedback import Feedback
 from diloco_cloud.exchange.contribution import RAW, Header, checksums, digest
 from diloco_cloud.exchange.following import first_chunk_bytes, kind_of
+from diloco_cloud.exchange.host import to_host
 from diloco_cloud.exchange.layout import TensorLayout, all_finite, l2_norm
 from diloco_cloud.exchange.links import LinkMeter
 from diloco_cloud.exchange.merging import directions
@@ -125,7 +126,7 @@ class Contributing:
             plan: of the round, where one was decided.
             averaged_plainly: tensors that are no directions where the others are; None: none.
         """
-        host = [tensor.detach().cpu().contiguous() for tensor in tensors]
+        host = to_host(tensors)
         norm = l2_norm(host)
         norms: tuple[float, ...] = ()
         # A norm can overflow where all elements are finite.

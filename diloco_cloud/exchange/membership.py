@@ -33,8 +33,8 @@ from diloco_cloud.store.base import ObjectInfo
 #: What is known of a rank beyond the rounds: launched but not up, heard from, or gone.
 Life: TypeAlias = Literal["starting", "alive", "gone"]
 
-#: Part of a round that waiting for the others may cost.
-FREE_SHARE: Final = 0.05
+#: Part of a round that waiting for the others may cost: in a storm, most rounds have somebody late.
+FREE_SHARE: Final = 0.02
 #: And part of a heartbeat, where that is longer.
 _LEAST_BEATS: Final = 0.2
 #: No one is waited for longer than this part of a round once a quorum is in.

@@ -9,6 +9,7 @@ from concurrent.futures import Future, wait
 import torch
 
 from diloco_cloud.exchange.background import in_background
+from diloco_cloud.exchange.host import HostCopies, write_back
 from diloco_cloud.exchange.work import RoundResult
 from diloco_cloud.outer.work import _ImmediateWork
 
@@ -40,6 +41,7 @@ class Sync:
         self._contribute = contribute
         self._is_contributed = is_contributed
         self._tensors: list[torch.Tensor] = []
+        self._copies = HostCopies()
         self._host: list[torch.Tensor] = []
         self._under_way: Future[RoundResult] | None = None
         self._delivered = False
@@ -56,9 +58,9 @@ class Sync:
     def add(self, tensor: torch.Tensor) -> _ImmediateWork:
         """Take ``tensor`` in; ``wait()`` of the returned work fills in the mean."""
         self._tensors.append(tensor.detach())
-        # The copy off an accelerator happens here, on the stream torchft has made current. A CPU
-        # tensor is not copied; torchft keeps it as it is until the sync ends.
-        self._host.append(tensor.detach().cpu())
+        # The copy off an accelerator begins here, after what the stream that torchft has made
+        # current was given. torchft keeps the tensor as it is until the sync ends.
+        self._host.append(self._copies.add(tensor))
         return _ImmediateWork(self.deliver)
 
     def send(self) -> None:
@@ -69,6 +71,7 @@ class Sync:
     def contribute(self) -> None:
         """See that the tensors are in the store, and wait for nothing else."""
         if self._under_way is None:
+            self._copies.wait()
             self._contribute(self._host)
             return
         while not self._is_contributed() and not self._under_way.done():
@@ -84,8 +87,8 @@ class Sync:
             assert self._under_way is not None
             self.result = self._under_way.result()
             # After a discard there are no means, and torchft drops the tensors.
-            for tensor, mean in zip(self._tensors, self.result.tensors or [], strict=False):
-                tensor.copy_(mean)
+            if self.result.tensors is not None:
+                write_back(self._tensors, self.result.tensors)
         except Exception as error:
             self.error = error
         self._delivered = True
@@ -94,6 +97,7 @@ class Sync:
     def _run(self) -> RoundResult:
         began = time.perf_counter()
         try:
+            self._copies.wait()
             return self._exchange(self._host)
         finally:
             self.seconds_exchange = time.perf_counter() - began
