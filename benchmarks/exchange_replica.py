@@ -23,6 +23,7 @@ from reference_exchange import REFERENCES
 
 from diloco_cloud.errors import NotFoundError
 from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
+from diloco_cloud.replica.heaps import share_heaps
 from diloco_cloud.store import open_store
 from diloco_cloud.store.base import ObjectInfo, ObjectStore
 from diloco_cloud.store.metered import MeteredStore
@@ -147,6 +148,7 @@ def replica(job: Job, rank: int, parent: Connection) -> None:
     :class:`Measure`, and an :class:`Outcome` when it is asked for it.
     """
     die_with_parent()
+    share_heaps()
     try:
         os.environ.update(job.environments[rank])
         torch.set_num_threads(job.threads)

@@ -18,6 +18,7 @@ from diloco_cloud import keys
 from diloco_cloud.errors import StoreError
 from diloco_cloud.outer.hand_over import HandedOver
 from diloco_cloud.replica.claim import claim_life
+from diloco_cloud.replica.heaps import share_heaps
 from diloco_cloud.replica.identity import Identity, take_run_key
 from diloco_cloud.replica.launched import run_reported
 from diloco_cloud.replica.lifetime import Lifetime
@@ -68,6 +69,7 @@ def main(rendezvous_uri: str, spec_hash: str) -> int:
         HandedOver: nothing was heard of the replicas for long, and they may come back; the exit
             code is that of SIGTERM.
     """
+    share_heaps()
     store = open_store(rendezvous_uri)
     spec = read_spec(store, spec_hash)
     own = store.child(keys.REDUCERS)

@@ -28,8 +28,8 @@ _LARGEST_CHUNK: Final = 64 * _MB
 _MOST_PARALLEL: Final = 256
 
 #: Bytes under way are at most this part of the payload, or the constant where that is more.
-_MEMORY_SHARE: Final = 16
-_LEAST_MEMORY: Final = 16 * _MB
+_MEMORY_SHARE: Final = 24
+_LEAST_MEMORY: Final = 8 * _MB
 #: Objects of one contribution.
 _MOST_CHUNKS: Final = 4096
 #: Seconds that differ by less than this part are equal, and the cheaper plan is taken.
