@@ -138,7 +138,7 @@ class Replica:
         if self._feedback is None:
             return codec.encode(delta)
         data = codec.encode(self._feedback.added_to(delta, 0))
-        self._feedback.settle(delta, 0, codec.decode(data, len(delta)))
+        self._feedback.settle(delta, 0, codec, data)
         return data
 
     def adopt(self, shared: torch.Tensor) -> None:

@@ -1,207 +1,209 @@
-"""Hundreds of replicas in one process: do they agree, and what would their requests cost?
+"""Hundreds of replicas in one process: do they agree, and what do their requests cost?
 
-    python benchmarks/many_replicas.py [--replicas 256]
+    python benchmarks/many_replicas.py [--replicas 8 32 128 256] [--rounds 2] [--jobs 2]
 
-All of a run's exchanges meet over one store in memory, each in threads of its own, so the seconds
-say nothing of a fleet; what is counted is what each replica asks of the store. The mean is compared
-with one that is added up replica by replica, and the requests with what the planner predicts.
+Counted is what each replica asks of the store (:mod:`simulated_fleet`), beside what the planner
+predicts for a model of 256 MiB; and what that costs at the providers' list prices.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-import uuid
-from collections import Counter
+import multiprocessing
+import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any, Final
 
 import measured
 import torch
+from simulated_fleet import SCALE, Case, Found, simulate
 
-from diloco_cloud.exchange.codecs import get_codec
-from diloco_cloud.exchange.following import sums_of
-from diloco_cloud.exchange.prediction import Cost, Job, Kind, Plan, predict
-from diloco_cloud.exchange.rounds import RoundExchange
-from diloco_cloud.exchange.upload import PARALLEL_WRITES
-from diloco_cloud.exchange.work import Work
-from diloco_cloud.store.memory import MemoryStore
-from diloco_cloud.store.metered import MeteredStore, Usage
 from diloco_cloud.store.prices import LISTED, Prices
 
-REPLICAS = 256
-#: Small, so that the values of all replicas fit into memory; chunks are as small in proportion.
-NUMEL = 256 * 1024
-#: Never waited for: here all owners are slow, and none is gone.
-_PATIENCE_S = 600.0
+#: Elements of what each contributes: SCALE times as many, in fp32, are 256 MiB.
+NUMEL: Final = 32 * 1024
+CASES: Final = {
+    "fp32, sharded": Case("raw", "sharded", 128),
+    "fp32, 8 volunteers": Case("raw", "reducers", 128, 8),
+    "sparse, all-gather": Case("sparse", "all-gather", 1),
+}
+#: For the price of an hour.
+ROUNDS_PER_HOUR: Final = 6
+#: Calls of the store's protocol by what a bill calls them.
+BILLED: Final = {
+    "PUT": ("create", "put"),
+    "GET": ("get", "get_range", "head"),
+    "LIST": ("list", "list_dirs"),
+}
+#: Whoever publishes a price of requests.
+PROVIDERS: Final = {name: prices for name, prices in LISTED.items() if prices.write > 0}
 
 
-@dataclass(frozen=True)
-class Case:
-    """One way to exchange.
-
-    Attributes:
-        codec: by name.
-        kind: of the plan.
-        chunks: of one contribution.
-    """
-
-    codec: str
-    kind: Kind
-    chunks: int
+def planned_requests(found: Found, kind: str) -> int:
+    """Requests of one kind that the planner expects of the replica with the most."""
+    cost = found.case.predicted(found.replicas, SCALE * found.nbytes, LISTED["s3"])
+    return sum(cost.requests.get(method, 0) for method in BILLED[kind])
 
 
-CASES = (Case("raw", "sharded", 256), Case("sparse", "all-gather", 4))
+def planned_dollars(found: Found, prices: Prices, *, near: bool = True) -> float:
+    """Of a round, for all; with what is read from outside the provider's network if not near."""
+    cost = found.case.predicted(found.replicas, SCALE * found.nbytes, prices, near=near)
+    assert cost.dollars is not None
+    return cost.dollars
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a round came to.
-
-    Attributes:
-        usage: of each replica, by rank.
-        predicted: of the replica with the most, and dollars of all.
-        seconds, cpu_s: of all replicas, in one process.
-    """
-
-    case: Case
-    usage: Sequence[Usage]
-    predicted: Cost
-    seconds: float
-    cpu_s: float
-
-    def most(self, method: str) -> int:
-        """Calls of a method by the replica that made the most."""
-        return max(usage.requests[method] for usage in self.usage)
-
-    def dollars(self, prices: Prices) -> float:
-        """For the requests of all."""
-        return prices.requests(sum((usage.requests for usage in self.usage), Counter()))
-
-
-def values(rank: int, numel: int = NUMEL) -> torch.Tensor:
-    """What a replica contributes: fp32, shape (numel,)."""
-    return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
-
-
-def slow_mean(case: Case, contributions: Sequence[torch.Tensor], chunk: int) -> torch.Tensor:
-    """Added up one replica after the other; of what is sent, over those that sent a coordinate.
-
-    Args:
-        case: how they are encoded.
-        contributions: fp32, shape (numel,).
-        chunk: elements that are encoded together.
-    """
-    total, senders = torch.zeros_like(contributions[0]), torch.zeros_like(contributions[0])
-    for one in contributions:
-        sent = one if case.codec == "raw" else _as_sent(case.codec, one, chunk)
-        total += sent
-        senders += 1 if case.codec == "raw" else sent != 0
-    return total / senders.clamp(min=1)
-
-
-def _as_sent(name: str, given: torch.Tensor, chunk: int) -> torch.Tensor:
-    codec = get_codec(name)
-    return torch.cat([codec.decode(codec.encode(part), len(part)) for part in given.split(chunk)])
-
-
-def simulate(case: Case, replicas: int = REPLICAS, numel: int = NUMEL) -> Found:
-    """Let so many replicas meet once, and compare what they got.
-
-    Raises:
-        AssertionError: they disagree, or have something else than the mean.
-    """
-    name, chunk = uuid.uuid4().hex, numel // case.chunks
-    stores = [MeteredStore(MemoryStore(name)) for _ in range(replicas)]
-    contributions = [values(rank, numel) for rank in range(replicas)]
-    settings: dict[str, Any] = {
-        "codec": case.codec,
-        "reduction": case.kind,
-        "chunk_bytes": 4 * chunk,
-        "patience_s": _PATIENCE_S,
-    }
-
-    def meet(rank: int) -> tuple[str, torch.Tensor]:
-        own = RoundExchange(stores[rank], "many", rank, replicas, **settings)
-        result = own.exchange(0, 0, [contributions[rank]], Work(tokens=1))
-        assert result.tensors is not None, result.reason
-        return result.commit.digest, result.tensors[0]
-
-    began, cpu = time.perf_counter(), time.process_time()
-    with ThreadPoolExecutor(replicas) as pool:
-        ends = list(pool.map(meet, range(replicas)))
-    took, cpu = time.perf_counter() - began, time.process_time() - cpu
-    assert len({digest for digest, _ in ends}) == 1
-    assert all(torch.equal(mean, ends[0][1]) for _, mean in ends)
-    expected = slow_mean(case, contributions, chunk)
-    if case.codec == "raw":
-        assert torch.equal(ends[0][1], expected)
-    else:
-        torch.testing.assert_close(ends[0][1], expected)
-    return Found(case, [one.usage for one in stores], _predicted(case, replicas, numel), took, cpu)
-
-
-def _predicted(case: Case, replicas: int, numel: int) -> Cost:
-    plan = Plan(case.kind, 4 * numel // case.chunks, PARALLEL_WRITES)
-    ratios = [
-        1.0 if name == "raw" else 32 / get_codec(name).bits_per_parameter
-        for name in (case.codec, sums_of(case.codec))
-    ]
-    job = Job(nbytes=4 * numel, contributors=replicas, put_ratio=ratios[0], sum_ratio=ratios[1])
-    return predict(plan, job, (), LISTED["s3"], same_region=True)
+def per_replica_hour(found: Found, prices: Prices) -> float:
+    """Dollars of a replica's requests in an hour of :data:`ROUNDS_PER_HOUR` rounds."""
+    return ROUNDS_PER_HOUR * found.dollars(prices) / found.replicas
 
 
 # -- writing it down ---------------------------------------------------------------------------
 
-_METHODS = ("create", "get_range", "get", "list")
 
-
-def _row(found: Found) -> list[object]:
-    case = found.case
-    counts = [
-        f"{found.most(method)} ({found.predicted.requests.get(method, 0)})" for method in _METHODS
+def _kilobytes(found: Found) -> list[str]:
+    payload = found.case.predicted(found.replicas, found.nbytes, LISTED["s3"])
+    sent = max(usage.bytes_sent for usage in found.usage)
+    received = max(usage.bytes_received for usage in found.usage)
+    return [
+        f"{sent / 1e3:.0f} ({payload.bytes_up / 1e3:.0f})",
+        f"{received / 1e3:.0f} ({payload.bytes_down / 1e3:.0f})",
     ]
-    received = max(usage.bytes_received for usage in found.usage) / 1e6
-    dollars = f"{found.dollars(LISTED['s3']):.4f} ({found.predicted.dollars:.4f})"
-    name = "fp32" if case.codec == "raw" else case.codec
-    return [name, case.kind, case.chunks, *counts, f"{received:.1f}", dollars]
 
 
-def _values(found: Found) -> dict[str, Any]:
+def request_row(name: str, found: Found) -> list[object]:
+    """What a replica asked for: measured, and planned in brackets."""
+    counts = [f"{found.most(*BILLED[kind])} ({planned_requests(found, kind)})" for kind in BILLED]
+    return [
+        found.replicas,
+        name,
+        found.rounds,
+        *counts,
+        *_kilobytes(found),
+        f"{found.error:.0e}",
+        f"{found.seconds:.0f}",
+    ]
+
+
+def cost_row(name: str, found: Found) -> list[object]:
+    """What a round costs."""
+    dollars = [f"{found.dollars(prices):.4f}" for prices in PROVIDERS.values()]
+    s3 = LISTED["s3"]
+    return [
+        found.replicas,
+        name,
+        *dollars,
+        f"{planned_dollars(found, s3):.4f}",
+        f"{planned_dollars(found, s3, near=False):.2f}",
+        f"{per_replica_hour(found, s3):.4f}",
+    ]
+
+
+def page(found: Sequence[tuple[str, Found]]) -> str:
+    """The tables, and how to read them."""
+    requests = measured.table(
+        [
+            *("replicas", "plan", "rounds", *BILLED, "kB sent", "kB received"),
+            *("error", "seconds"),
+        ],
+        [request_row(name, one) for name, one in found],
+    )
+    costs = measured.table(
+        [
+            *("replicas", "plan", *(prices.provider for prices in PROVIDERS.values())),
+            *("S3, planned", "S3, planned, read from elsewhere", "S3, per replica-hour"),
+        ],
+        [cost_row(name, one) for name, one in found],
+    )
+    nbytes = found[0][1].nbytes
+    return f"""
+Over one store in memory, all replicas of a row in one process. In every round all have read the
+same decision and have the same bits, which are those of a mean in float64 but for rounding (error:
+the largest, over the mean's root mean square).
+
+## Requests of one replica in a round
+
+Those of the replica that made the most of a kind, in the last round; in brackets what the planner
+predicts for a model of {SCALE * nbytes / 2**20:.0f} MiB over 1 Gbit/s and 30 ms. Here it has
+{nbytes / 2**10:.0f} KiB in as many chunks, which makes no difference to how many requests there
+are; in the bytes, planned is the payload, and the rest are headers (2 kB and 28 bytes for each
+chunk, of every peer) and the decision, which are no larger for a larger model. How often a replica
+lists depends on how long it waits, which here is how long one machine takes for all.
+
+{requests}
+
+## Dollars of a round, of all replicas
+
+At list prices, for the requests that were counted, volunteers' included; reading in the bucket's
+own region is free. Read from outside the provider's network, what is read is paid for, and is most
+of the cost. An hour is one of {ROUNDS_PER_HOUR} rounds.
+
+{costs}
+"""
+
+
+def _values(name: str, found: Found) -> dict[str, Any]:
     return {
+        "plan": name,
         **vars(found.case),
+        "replicas": found.replicas,
+        "rounds": found.rounds,
+        "nbytes": found.nbytes,
         "seconds": round(found.seconds, 1),
         "cpu_s": round(found.cpu_s, 1),
-        "most": {method: found.most(method) for method in _METHODS},
-        "predicted": dict(found.predicted.requests),
-        "bytes_received": [usage.bytes_received for usage in found.usage],
-        "dollars": found.dollars(LISTED["s3"]),
-        "predicted_dollars": found.predicted.dollars,
+        "threads": found.threads,
+        "error": found.error,
+        "requests": {kind: found.most(*methods) for kind, methods in BILLED.items()},
+        "planned_requests": {kind: planned_requests(found, kind) for kind in BILLED},
+        "bytes_sent": max(usage.bytes_sent for usage in found.usage),
+        "bytes_received": max(usage.bytes_received for usage in found.usage),
+        "dollars": {key: found.dollars(prices) for key, prices in PROVIDERS.items()},
+        "planned_dollars": {
+            key: planned_dollars(found, prices) for key, prices in PROVIDERS.items()
+        },
+        "s3_dollars_per_replica_hour": per_replica_hour(found, LISTED["s3"]),
     }
+
+
+def simulate_all(sizes: Sequence[int], rounds: int, jobs: int) -> list[tuple[str, Found]]:
+    """Every case with so many replicas, by size.
+
+    Args:
+        sizes: how many replicas.
+        rounds: of each case.
+        jobs: cases at once, each in a process of its own: one takes little more than a core.
+    """
+    cells = [(replicas, name) for replicas in sizes for name in CASES]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, spawn, torch.set_num_threads, (1,)) as pool:
+        under_way = {
+            cell: pool.submit(simulate, CASES[cell[1]], cell[0], NUMEL, rounds)
+            for cell in sorted(cells, reverse=True)  # The largest take longest.
+        }
+        for future in as_completed(under_way.values()):
+            if future.exception() is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
+            one = future.result()
+            asked = ", ".join(f"{one.most(*methods)} {kind}" for kind, methods in BILLED.items())
+            print(
+                f"{one.replicas} replicas, {one.case.codec}, {one.case.kind}: {rounds} rounds in "
+                f"{one.seconds:.0f} s, {asked}, S3 ${one.dollars(LISTED['s3']):.4f} per round",
+                flush=True,
+            )
+        return [(name, under_way[replicas, name].result()) for replicas, name in cells]
 
 
 def main() -> None:
     """Simulate every case, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--replicas", type=int, default=REPLICAS)
-    replicas = parser.parse_args().replicas
-    torch.set_num_threads(1)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[8, 32, 128, 256])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    given = parser.parse_args()
     where = measured.machine()
-    found = [simulate(case, replicas) for case in CASES]
-    header = ["codec", "plan", "chunks", *_METHODS, "MB received", "S3 $ per round, all"]
-    rows = measured.table(header, [_row(one) for one in found])
-    text = (
-        f"{replicas} replicas, {4 * NUMEL / 1e6:.1f} MB of fp32 each, over one store in memory; "
-        "every one ends with the same bits, and they are those of a mean that is added up replica "
-        "by replica. Requests are those of the replica that made the most, of that method, and in "
-        "brackets what is predicted. How often a listing is asked for depends on how long a round "
-        "takes, which here is the time of one process for all of them "
-        f"({', '.join(f'{one.seconds:.0f} s' for one in found)}).\n\n{rows}"
-    )
-    document = {"replicas": replicas, "numel": NUMEL, "cases": [_values(one) for one in found]}
-    measured.write("many_replicas", f"{replicas} replicas, one round", where, text, document)
+    found = simulate_all(given.replicas, given.rounds, given.jobs)
+    document = {"scale": SCALE, "cases": [_values(name, one) for name, one in found]}
+    measured.write("many_replicas", "Many replicas", where, page(found), document)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,7 @@ class Header:
         staleness: rounds of the fragment decided since the oldest of that work began.
         processed: tokens that this life of the replica has processed in all.
         position: inner steps of this replica's data that are behind it once the round is merged.
+        policy_version: outer steps in the oldest policy that its rollouts came from.
         note: why a shard is void.
         finite: False if any element is NaN or infinite.
         norm: L2 norm over all elements; 0 where it is not finite.
@@ -95,6 +96,7 @@ class Header:
     staleness: int = 0
     processed: int = 0
     position: int = 0
+    policy_version: int = 0
     note: str = ""
     finite: bool = True
     norm: float = 0.0
@@ -203,6 +205,7 @@ _FIELDS: Final[dict[str, Callable[[Any], Any]]] = {
     "staleness": wire.count,
     "processed": wire.count,
     "position": wire.count,
+    "policy_version": wire.count,
     "note": wire.text,
     "finite": wire.flag,
     "norm": wire.magnitude,

@@ -17,7 +17,7 @@ from diloco_cloud.exchange.codecs.base import Codec
 from diloco_cloud.exchange.codecs.chunks import Chunks
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.contribution import RAW
-from diloco_cloud.exchange.layout import TensorLayout, byte_view
+from diloco_cloud.exchange.layout import TensorLayout, all_finite, byte_view
 
 
 class ChunkMeans:
@@ -84,10 +84,8 @@ class ChunkMeans:
             CorruptContributionError: it cannot be decoded.
         """
         if self._codec is None:
-            values = self._chunks.values(chunk, part)
-        else:
-            values = self._codec.decode(part.numpy(), self._chunks.numel(chunk))
-        return bool(values.sum().isfinite()) or bool(values.isfinite().all())
+            return all_finite(self._chunks.values(chunk, part))
+        return self._codec.all_finite(part.numpy(), self._chunks.numel(chunk))
 
     def nbytes(self, chunk: int) -> int:
         """Bytes of a chunk in the tensors' dtypes."""

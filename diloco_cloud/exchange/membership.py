@@ -109,7 +109,8 @@ class Attendance:
         def ranks(kind: str) -> frozenset[int]:
             return frozenset(rank for rank, (_, kinds) in words.items() if kind in kinds)
 
-        decided = any(info.key == keys.commit(round_, fragment) for info in listed)
+        commit = keys.commit(round_, fragment)
+        decided = any(info.key == commit for info in listed)
         leaving, away = ranks("leave"), ranks("away")
         return cls(
             decided=decided,

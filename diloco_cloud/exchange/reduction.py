@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from diloco_cloud.errors import CorruptContributionError
@@ -116,7 +117,8 @@ class Reducer:
 
 def memory_for(layout: TensorLayout, chunk_bytes: int) -> tuple[torch.Tensor, ChunkedBytes]:
     """New memory for means: uint8, shape (layout.nbytes,); and the same in chunks."""
-    payload = torch.empty(layout.nbytes, dtype=torch.uint8)
+    # numpy asks for huge pages: in small ones, 64 MiB are met by 16384 page faults.
+    payload = torch.from_numpy(np.empty(layout.nbytes, np.uint8))
     return payload, ChunkedBytes([byte_view(payload)], chunk_bytes)
 
 

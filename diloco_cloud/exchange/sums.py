@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -48,10 +49,15 @@ class Sums:
         """Of the commit, in keys."""
         return self.commit.digest[:16]
 
+    @cached_property
+    def _names(self) -> dict[str, int]:
+        """Chunks by the last part of their keys; asked for with every look."""
+        return {f"{chunk:06d}": chunk for chunk in range(len(self.means))}
+
     def listed(self) -> dict[int, int]:
         """Size of each object that is there, by chunk."""
         directory = keys.sums(self.commit.round, self.commit.fragment, self.name)
-        names = {f"{chunk:06d}": chunk for chunk in range(len(self.means))}
+        names = self._names
         found = {info.key.removeprefix(directory): info.size for info in self.store.list(directory)}
         return {names[name]: size for name, size in found.items() if name in names}
 

@@ -40,6 +40,8 @@ class Work:
         staleness: rounds of the fragment since the oldest of that work began.
         processed: tokens of this life in all.
         position: inner steps of this rank's data behind it once the round is merged.
+        policy_version: outer steps in the oldest policy that rollouts of the work came from; 0
+            where nothing is rolled out.
     """
 
     base: str = ""
@@ -49,6 +51,7 @@ class Work:
     staleness: int = 0
     processed: int = 0
     position: int = 0
+    policy_version: int = 0
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,12 @@ class _Bucket:
     def below(self, prefix: str) -> list[tuple[str, int, float]]:
         """Key, size and time of what begins with ``prefix``, in order."""
         last = prefix + "\U0010ffff"  # No key has it.
-        found = []
-        for key in self.keys[bisect_left(self.keys, prefix) : bisect_left(self.keys, last)]:
-            value, written = self.objects[key]
-            found.append((key, len(value), written))
-        return found
+        with self.lock:
+            keys = self.keys[bisect_left(self.keys, prefix) : bisect_left(self.keys, last)]
+        # Outside of the lock, which a thread that is not scheduled for a while would keep from all
+        # others. What is deleted meanwhile was there when the listing began, and is gone now.
+        found = ((key, self.objects.get(key)) for key in keys)
+        return [(key, len(one[0]), one[1]) for key, one in found if one is not None]
 
 
 _buckets: dict[str, _Bucket] = {}
@@ -97,8 +98,7 @@ class MemoryStore:
 
     def list(self, prefix: str = "") -> list[ObjectInfo]:
         start, cut = self._prefix + prefix, len(self._prefix)
-        with self._bucket.lock:
-            found = self._bucket.below(start)
+        found = self._bucket.below(start)
         return [ObjectInfo(key[cut:], size, written) for key, size, written in found]
 
     def delete(self, key: str) -> None:

@@ -17,7 +17,8 @@ def decode_anything(codec: Codec, data: bytes, numel: int) -> torch.Tensor | Non
     """Decode bytes that anybody may have written; their values, or None where they are refused.
 
     Asserts what a round relies on: there is that one error, or values of the right shape; memory is
-    bounded; a mean takes the bytes or is as it was.
+    bounded; who only asks whether they are finite is told the same; a mean takes the bytes or is as
+    it was.
     """
     values = _decode_in_bounds(codec, data, numel)
     ones = codec.encode(torch.ones(numel))
@@ -29,6 +30,7 @@ def decode_anything(codec: Codec, data: bytes, numel: int) -> torch.Tensor | Non
     except CorruptContributionError:
         accepted = False
     assert accepted == (values is not None)
+    assert _all_finite(codec, data, numel) == (None if values is None else _finite(values))
     result = mean.result()
     assert (result.shape, result.dtype) == ((numel,), torch.float32)
     if values is None:
@@ -37,6 +39,17 @@ def decode_anything(codec: Codec, data: bytes, numel: int) -> torch.Tensor | Non
     assert (values.shape, values.dtype) == ((numel,), torch.float32)
     assert values.is_contiguous()
     return values
+
+
+def _all_finite(codec: Codec, data: bytes, numel: int) -> bool | None:
+    try:
+        return codec.all_finite(data, numel)
+    except CorruptContributionError:
+        return None
+
+
+def _finite(values: torch.Tensor) -> bool:
+    return bool(values.isfinite().all())
 
 
 def _decode_in_bounds(codec: Codec, data: bytes, numel: int) -> torch.Tensor | None:

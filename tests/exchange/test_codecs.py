@@ -9,6 +9,7 @@ import pytest
 import torch
 from codec_values import KINDS, LENGTHS, chunks, values_of
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from diloco_cloud.errors import ConfigError
 from diloco_cloud.exchange.codecs import get_codec
@@ -148,6 +149,30 @@ def test_dense_codec_does_not_shrink_what_it_encodes(name: str) -> None:
     assert float(share) == pytest.approx(1, abs=0.003)
 
 
+@pytest.mark.parametrize("name", CODECS)
+@fuzzed
+@given(values=chunks())
+def test_codec_subtracts_what_it_decodes(name: str, values: torch.Tensor) -> None:
+    codec = get_codec(name)
+    data, minuend = codec.encode(values), values_of("spread", len(values))
+    expected = minuend - codec.decode(data, len(values))
+    codec.subtract(data, minuend)
+    assert torch.equal(minuend, expected)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@fuzzed
+@given(values=chunks(), bad=st.sampled_from([0.0, math.nan, math.inf]))
+def test_codec_knows_without_decoding_whether_all_is_finite(
+    name: str, values: torch.Tensor, bad: float
+) -> None:
+    values[: len(values) // 3] += bad
+    codec = get_codec(name)
+    data = codec.encode(values)
+    expected = bool(codec.decode(data, len(values)).isfinite().all())
+    assert codec.all_finite(data, len(values)) == expected
+
+
 # -- means -----------------------------------------------------------------------------------------
 
 
@@ -235,6 +260,21 @@ def test_sparse_sends_less_where_there_is_less() -> None:
     values[7] = -2.0
     assert _decoded("sparse", values)[7] == -2.0
     assert len(get_codec("sparse").encode(values)) < 310
+
+
+@pytest.mark.parametrize("keep", [1, 3, 9, 16, 200, 1500, 4000, 4096])
+def test_sparse_finds_its_places_at_any_density(keep: int) -> None:
+    """Remainders of 0 to 12 bits, and divisors that are powers of two, and others."""
+    values = values_of("gaussian", 20_001)
+    decoded = get_codec("sparse", keep=keep).decode(
+        get_codec("sparse", keep=keep).encode(values), len(values)
+    )
+    magnitudes = torch.nn.functional.pad(values.abs(), (0, -len(values) % 4096)).view(-1, 4096)
+    least = magnitudes[:4].sort(1, descending=True).values[:, keep - 1]
+    sent = (decoded != 0)[: 4 * 4096].view(4, 4096)
+    assert (magnitudes[:4][sent] >= least.repeat_interleave(4096).view(4, 4096)[sent]).all()
+    assert sent.sum() > 2 * keep
+    assert (decoded.sign() * values.sign() >= 0).all()
 
 
 @pytest.mark.parametrize("options", [{"keep": 0}, {"keep": 4097}, {"decay": 0.0}, {"decay": 1.5}])

@@ -79,7 +79,7 @@ def _loss(name: str, *, with_feedback: bool = True) -> float:
                 data = codec.encode(delta)
             else:
                 data = codec.encode(feedback.added_to(delta, 0))
-                feedback.settle(delta, 0, codec.decode(data, len(delta)))
+                feedback.settle(delta, 0, codec, data)
             mean.add(data, 1.0)
         shared = shared - _as_it_travels(codec, mean.result())
     inputs, classes = _examples(99, 4096)

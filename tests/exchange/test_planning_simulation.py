@@ -141,7 +141,7 @@ def test_sharded_takes_what_is_predicted(
     links = fleet(n, rate, latency)
     plan = choose(job, links, kinds=("sharded",))
     simulated = simulate_sharded(plan, job, links)
-    assert predict(plan, job, links).seconds == pytest.approx(simulated, rel=0.15)
+    assert predict(plan, job, links).seconds == pytest.approx(simulated, rel=0.2)
 
 
 @pytest.mark.parametrize("plan", [Plan("sharded", c * MB, p) for c in (1, 4, 16) for p in (4, 16)])
@@ -158,4 +158,4 @@ def test_sharded_is_predicted_where_one_link_is_slow(slow: Link) -> None:
     links = [slow, *fleet(7, 100e6, 0.03)]
     plan = choose(job, links, kinds=("sharded",))
     simulated = simulate_sharded(plan, job, links)
-    assert predict(plan, job, links).seconds == pytest.approx(simulated, rel=0.15)
+    assert predict(plan, job, links).seconds == pytest.approx(simulated, rel=0.2)

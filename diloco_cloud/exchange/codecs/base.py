@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from diloco_cloud.errors import CorruptContributionError
+from diloco_cloud.exchange.layout import all_finite
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -76,6 +77,22 @@ class Codec(ABC):
     @abstractmethod
     def longest(self, numel: int) -> int:
         """The most bytes that a chunk of ``numel`` values takes; a reader accepts no more."""
+
+    def all_finite(self, data: Data, numel: int) -> bool:
+        """Whether what :meth:`decode` makes of a chunk has neither NaN nor infinite values.
+
+        Raises:
+            CorruptContributionError: as :meth:`decode` does.
+        """
+        return all_finite(self.decode(data, numel))
+
+    def subtract(self, data: Data, values: torch.Tensor) -> None:
+        """Take what :meth:`decode` makes of a chunk off ``values`` (fp32, 1-D), in place.
+
+        Raises:
+            CorruptContributionError: as :meth:`decode` does; ``values`` are as they were.
+        """
+        values.sub_(self.decode(data, len(values)))
 
     def mean(self, numel: int) -> ChunkMean:
         """A mean to which encoded chunks of ``numel`` values are added."""

@@ -7,12 +7,12 @@ A chunk of n values is ceil(n / 128) scales, bf16, little endian, and then the c
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from diloco_cloud.exchange.codecs.base import SMALLEST, Bytes, Floats, Words
 
 #: Values that share a scale; the last block of a chunk may be shorter.
 BLOCK = 128
-_MAGNITUDE = np.uint32(0x7FFF_FFFF)
 _INFINITE = np.uint32(0x7F80_0000)
 _NAN = np.uint32(0x7FC0_0000)
 _SMALLEST = np.float32(SMALLEST).view(np.uint32)
@@ -40,8 +40,9 @@ def normalise(values: Floats, top: float, gain: float = 1.0) -> tuple[Floats, By
         with zeros; and the scales' bytes.
     """
     blocks = _in_blocks(values)
-    bits: Words = blocks.view(np.uint32)
-    largest = (bits & _MAGNITUDE).max(axis=1)
+    # NaN where a block has any.
+    tops: Floats = torch.from_numpy(blocks).abs().amax(1).numpy()
+    largest: Words = tops.view(np.uint32)
     scales = np.minimum(largest, _LARGEST).view(np.float32) / np.float32(top)
     # Up to the next bf16, so that no quotient exceeds the top.
     words: Words = (scales.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF_0000)
@@ -66,13 +67,17 @@ def scales_of(data: Bytes) -> Floats:
     return words.view(np.float32)
 
 
-def multiply(levels: Floats, scales: Floats) -> None:
-    """Multiply every block of ``levels`` by its scale, in place."""
+def are_bounded(scales: Floats, top: float) -> bool:
+    """Whether no level within ±``top`` makes NaN or infinity of any of ``scales``."""
+    return bool((np.abs(scales) <= np.float32(LARGEST / top)).all())  # False for NaN.
+
+
+def multiply(levels: torch.Tensor, scales: Floats) -> None:
+    """Multiply every block of ``levels``, fp32, shape (n,), by its scale, in place."""
     whole = len(levels) // BLOCK
-    body = levels[: whole * BLOCK].reshape(whole, BLOCK)
-    with np.errstate(all="ignore"):  # Scales may be infinite or NaN, and so are the products.
-        np.multiply(body, scales[:whole, None], out=body)
-        levels[whole * BLOCK :] *= scales[whole:].repeat(BLOCK)[: len(levels) - whole * BLOCK]
+    of_blocks = torch.from_numpy(scales)
+    levels[: whole * BLOCK].view(whole, BLOCK).mul_(of_blocks[:whole, None])
+    levels[whole * BLOCK :].mul_(of_blocks[whole:])
 
 
 def _in_blocks(values: Floats) -> Floats:

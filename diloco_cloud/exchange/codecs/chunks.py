@@ -123,8 +123,7 @@ def settle(
 
     def one(chunk: int) -> None:
         values = chunks.values(chunk, read(chunk))
-        sent = codec.decode(encoded[chunk], len(values))
-        feedback.settle(values, chunks.elements(chunk)[0], sent)
+        feedback.settle(values, chunks.elements(chunk)[0], codec, encoded[chunk])
 
     for _ in (map if pool is None else pool.map)(one, range(len(encoded))):
         pass

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from diloco_cloud.errors import CorruptError
+from diloco_cloud.exchange.codecs.base import Codec, Data
 from diloco_cloud.exchange.layout import all_finite
 
 
@@ -52,15 +53,17 @@ class Feedback:
         """
         return self.residual[start : start + len(values)].mul(self.decay).add_(values)
 
-    def settle(self, values: torch.Tensor, start: int, sent: torch.Tensor) -> None:
+    def settle(self, values: torch.Tensor, start: int, codec: Codec, data: Data) -> None:
         """Keep what remains of some elements, now that the round has what was sent of them.
 
         Args:
             values: as :meth:`added_to` was given them.
             start: likewise.
-            sent: what was decoded from the contribution, fp32, shape (n,).
+            codec: of the contribution.
+            data: what it made of these elements.
         """
         remaining = self.residual[start : start + len(values)]
-        remaining.mul_(self.decay).add_(values).sub_(sent)
+        remaining.mul_(self.decay).add_(values)
+        codec.subtract(data, remaining)
         if not all_finite(remaining):  # Sums of finite values can overflow.
             remaining.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

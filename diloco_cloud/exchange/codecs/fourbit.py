@@ -31,6 +31,7 @@ from diloco_cloud.exchange.codecs.base import (
     Bytes,
     Codec,
     Data,
+    Floats,
     Words,
     as_bytes,
     as_floats,
@@ -75,14 +76,27 @@ class FourBit(Codec):
         return memory(out)
 
     def decode(self, data: Data, numel: int) -> torch.Tensor:
-        array = as_bytes(data, self.longest(numel), f"an {self.name} chunk")
-        start = blocks.scale_bytes(numel)
-        levels = self._pairs.take(array[start:]).view(np.float32)[:numel]
-        blocks.multiply(levels, blocks.scales_of(array[:start]))
-        return torch.from_numpy(levels)
+        scales, codes = self._split(data, numel)
+        levels = torch.from_numpy(self._pairs.take(codes).view(np.float32)[:numel])
+        blocks.multiply(levels, scales)
+        return levels
+
+    def all_finite(self, data: Data, numel: int) -> bool:
+        scales, _ = self._split(data, numel)
+        return blocks.are_bounded(scales, self.magnitudes[-1]) or super().all_finite(data, numel)
 
     def longest(self, numel: int) -> int:
         return blocks.scale_bytes(numel) + -(-numel // 2)
+
+    def _split(self, data: Data, numel: int) -> tuple[Floats, Bytes]:
+        """Scales, and bytes of two codes each.
+
+        Raises:
+            CorruptContributionError: ``data`` has another length.
+        """
+        array = as_bytes(data, self.longest(numel), f"an {self.name} chunk")
+        start = blocks.scale_bytes(numel)
+        return blocks.scales_of(array[:start]), array[start:]
 
 
 class E3M0(FourBit):

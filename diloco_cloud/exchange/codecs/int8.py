@@ -35,9 +35,14 @@ class Int8(Codec):
     def decode(self, data: Data, numel: int) -> torch.Tensor:
         array = as_bytes(data, self.longest(numel), "an int8 chunk")
         start = blocks.scale_bytes(numel)
-        levels = array[start:].view(np.int8).astype(np.float32)
+        levels = torch.from_numpy(array[start:].view(np.int8).astype(np.float32))
         blocks.multiply(levels, blocks.scales_of(array[:start]))
-        return torch.from_numpy(levels)
+        return levels
+
+    def all_finite(self, data: Data, numel: int) -> bool:
+        array = as_bytes(data, self.longest(numel), "an int8 chunk")
+        scales = blocks.scales_of(array[: blocks.scale_bytes(numel)])
+        return blocks.are_bounded(scales, _TOP + 1) or super().all_finite(data, numel)
 
     def longest(self, numel: int) -> int:
         return blocks.scale_bytes(numel) + numel

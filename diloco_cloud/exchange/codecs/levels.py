@@ -25,8 +25,10 @@ ROOTS: Floats = np.array(
     ],
     np.uint32,
 ).view(np.float32)
-#: Scales that a byte can say, from 1 down over 32 octaves.
-_SCALES = np.ldexp(np.tile(ROOTS, 32), -np.arange(32).repeat(8)).astype(np.float32)
+#: Scales that a byte can say, from 1 down over 32 octaves: a root and a power of two of each.
+_ROOT_OF: Floats = np.tile(ROOTS, 32)
+_EXPONENT_OF = -np.arange(32, dtype=np.int32).repeat(8)
+_SCALES: Floats = np.ldexp(_ROOT_OF, _EXPONENT_OF)
 #: Halfway between each scale and the next, rising.
 _BETWEEN = ((_SCALES[:-1].astype(np.float64) + _SCALES[1:]) / 2)[::-1]
 _MOST = float(np.finfo(np.float32).max)
@@ -52,14 +54,14 @@ class Levels:
         """Whether they are numbers."""
         return math.isfinite(self.low) and math.isfinite(self.high)
 
-    def magnitudes(self, block_of: Numbers, high: npt.NDArray[np.bool_] | Numbers) -> Floats:
-        """Decode: fp32, shape as ``block_of``, the block of each value."""
-        pair = np.array([self.low, self.high], np.float32)
+    @property
+    def table(self) -> Floats:
+        """What is decoded in each block: low, high, -low and -high, shape (blocks, 4)."""
+        levels = np.array([self.low, self.high, -self.low, -self.high], np.float32)
         with np.errstate(all="ignore"):  # Anybody may have written the levels.
-            rooted = pair[None, :] * np.tile(ROOTS, 32)[:, None]
-            table = np.ldexp(rooted, -np.arange(32).repeat(8)[:, None])
-        found: Floats = table.ravel().take(2 * self.scales.astype(np.int64)[block_of] + high)
-        return found
+            rooted = _ROOT_OF.take(self.scales)[:, None] * levels
+            table: Floats = np.ldexp(rooted, _EXPONENT_OF.take(self.scales)[:, None])
+        return table
 
 
 def fit(magnitudes: Floats, block_of: Numbers, blocks: int) -> tuple[Levels, npt.NDArray[np.bool_]]:

@@ -21,18 +21,29 @@ A value is ``(magnitude x ROOTS[s % 8]) x 2**-(s // 8)``, rounded after each pro
 
 from __future__ import annotations
 
+import math
 import struct
 
 import numpy as np
 import torch
 
 from diloco_cloud.errors import ConfigError, CorruptContributionError
-from diloco_cloud.exchange.codecs.base import ChunkMean, Codec, Data, Floats, as_floats, memory
+from diloco_cloud.exchange.codecs.base import (
+    Bytes,
+    ChunkMean,
+    Codec,
+    Data,
+    as_floats,
+    memory,
+)
 from diloco_cloud.exchange.codecs.golomb import Numbers, Reader, encode_places, expected_bits
 from diloco_cloud.exchange.codecs.levels import Levels, fit
 from diloco_cloud.exchange.codecs.selection import BLOCK, block_count, select
 
 _PAIR = struct.Struct("<ff")
+_BLOCK_BITS = BLOCK.bit_length() - 1
+#: Below any weight that a contribution has, and no subnormal number.
+_LEAST_WEIGHT = 2.0**-126
 
 
 class Sparse(Codec):
@@ -63,12 +74,15 @@ class Sparse(Codec):
     def encode(self, values: torch.Tensor) -> memoryview:
         floats = as_floats(values)
         positions = select(floats, self.keep)
-        kept = floats[positions]
-        levels, high = fit(np.abs(kept), positions // BLOCK, block_count(len(floats)))
+        block_of = positions >> _BLOCK_BITS
+        kept = floats.take(positions)
+        magnitudes = np.abs(kept)
+        levels, high = fit(magnitudes, block_of, block_count(len(floats)))
         if levels.usable:
-            sent = levels.magnitudes(positions // BLOCK, high)
-            worth = np.abs(kept) >= sent * np.float32(0.5)
-            positions, kept, high = positions[worth], kept[worth], high[worth]
+            sent = levels.table.ravel().take(4 * block_of + high)
+            worth = magnitudes >= sent * np.float32(0.5)
+            if not worth.all():
+                positions, kept, high = positions[worth], kept[worth], high[worth]
         planes = [
             np.frombuffer(_PAIR.pack(levels.low, levels.high), np.uint8),
             levels.scales,
@@ -80,12 +94,35 @@ class Sparse(Codec):
 
     def decode(self, data: Data, numel: int) -> torch.Tensor:
         positions, values = self.decode_sent(data, numel)
-        dense = np.zeros(numel, np.float32)
-        dense[positions] = values
-        return torch.from_numpy(dense)
+        return torch.zeros(numel).index_copy_(0, positions, values)
 
-    def decode_sent(self, data: Data, numel: int) -> tuple[Numbers, Floats]:
-        """Positions, rising, and values of the elements that were sent.
+    def all_finite(self, data: Data, numel: int) -> bool:
+        levels, positions, _, highs = self._read(data, numel)
+        any_high, any_low = len(highs) > 0, len(highs) < len(positions)
+        return (math.isfinite(levels.low) or not any_low) and (
+            math.isfinite(levels.high) or not any_high
+        )
+
+    def subtract(self, data: Data, values: torch.Tensor) -> None:
+        positions, sent = self.decode_sent(data, len(values))
+        values.index_add_(0, positions, sent, alpha=-1)
+
+    def decode_sent(self, data: Data, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions (int64), rising, and values (fp32) of the elements that were sent.
+
+        Raises:
+            CorruptContributionError: not a chunk of ``numel`` values in this format.
+        """
+        levels, positions, codes, highs = self._read(data, numel)
+        # A row of the table is a block, and a column a sign and a magnitude.
+        codes <<= 1
+        codes[highs] += 1
+        places = (positions >> (_BLOCK_BITS - 2)) & ~3
+        places += codes
+        return torch.from_numpy(positions), torch.from_numpy(levels.table.ravel().take(places))
+
+    def _read(self, data: Data, numel: int) -> tuple[Levels, Numbers, Bytes, Numbers]:
+        """A chunk's levels and positions, their signs (1: negative), and which are high.
 
         Raises:
             CorruptContributionError: not a chunk of ``numel`` values in this format.
@@ -98,11 +135,9 @@ class Sparse(Codec):
         levels = Levels(low, high, reader.bytes(block_count(numel)))
         positions = reader.places(numel)
         negative = reader.flags(len(positions))
-        is_high = np.zeros(len(positions), np.bool_)
-        is_high[reader.places(len(positions))] = True
+        highs = reader.places(len(positions))
         reader.end()
-        values = levels.magnitudes(positions // BLOCK, is_high)
-        return positions, np.where(negative, -values, values)
+        return levels, positions, negative, highs
 
     def longest(self, numel: int) -> int:
         # Three bits per value where all are sent, and fewer otherwise.
@@ -117,18 +152,16 @@ class SendersMean(ChunkMean):
 
     def __init__(self, codec: Sparse, numel: int) -> None:
         self._codec = codec
-        self._sums = np.zeros(numel, np.float32)
-        self._weights = np.zeros(numel, np.float32)
+        self._sums = torch.zeros(numel)
+        self._weights = torch.zeros(numel)
 
     def add(self, data: Data, weight: float) -> None:
         positions, values = self._codec.decode_sent(data, len(self._sums))
         # No position occurs twice, so these are plain sums; products and sums rounded on their own.
-        with np.errstate(all="ignore"):
-            self._sums[positions] += values * np.float32(weight)
-        self._weights[positions] += np.float32(weight)
+        self._sums.index_add_(0, positions, values if weight == 1 else values.mul_(weight))
+        self._weights.index_add_(0, positions, torch.full_like(values, weight))
 
     def result(self) -> torch.Tensor:
-        sent = np.flatnonzero(self._weights)
-        with np.errstate(all="ignore"):
-            self._sums[sent] /= self._weights[sent]
-        return torch.from_numpy(self._sums)
+        # What nobody sent is 0, whatever it is divided by. To divide all is several times faster
+        # than to find those that were sent.
+        return self._sums.div_(self._weights.clamp_(min=_LEAST_WEIGHT))
