@@ -20,6 +20,7 @@ _HOMES = {
     "Run": "run",
     "RunSpec": "run.spec",
     "ServerlessExecutor": "executor",
+    "Side": "run.fleet",
     "launch": "run",
     "make_diloco_outer_loop": "outer",
     "open_store": "store",

@@ -9,6 +9,7 @@
     │   ├── MissingRankError         a replica's environment does not tell its rank
     │   └── RunExistsError           the run id is taken in that store
     ├── RunNotFoundError           no such run in that store
+    ├── RewardError                a reward function failed, or returned no finite number
     ├── LaunchError                a backend refused or failed to start replicas
     ├── ExchangeError              replicas could not agree on a round
     │   ├── RoundTimeoutError        peers did not contribute in time (also TimeoutError)
@@ -82,6 +83,10 @@ class RunExistsError(UsageError):
 
 class RunNotFoundError(DilocoError, LookupError):
     """No such run in that store."""
+
+
+class RewardError(DilocoError, RuntimeError):
+    """A reward function failed, or returned something other than one number per completion."""
 
 
 class LaunchError(DilocoError, RuntimeError):

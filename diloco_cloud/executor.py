@@ -110,13 +110,20 @@ class LaunchOptions:
     """What a run adds to a plain launch. Every field has a default that changes nothing.
 
     Attributes:
-        name: prefix for provider-side names; the run id.
+        name: prefix for provider-side names; of a run, its id and what tells it from runs of the
+            same id in other stores. ``recover`` finds by it, and nothing else's.
         ranks: which ranks to start, in order; default ``range(n_replicas)``.
         world_size: of the run; default ``n_replicas``. Differs when one rank is restarted.
         attempt: which life of these ranks this is; reaches the replica as ``DILOCO_ATTEMPT``.
         env: added to each replica's environment.
-        secrets: names of variables whose values come from the launcher's environment and travel
-            by the provider's secret channel only.
+        secrets: what the launcher's environment has for the replicas' and travels by the provider's
+            secret channel only: "NAME", or "NAME=SOURCE" where the replicas' variable NAME takes
+            the value of the launcher's variable SOURCE, so that replicas of one run on several
+            backends can have credentials of their own. Never a value. An executor finds them as
+            :class:`~diloco_cloud.secrets.Secret` in ``LaunchRequest.secrets``.
+        imports: modules that the entrypoint will import by their names, as a run's trainer is. An
+            executor that can take sources along takes theirs; one that knows that they will not be
+            there refuses the launch.
         on_launched: called with each handle as soon as the provider has returned it.
     """
 
@@ -126,6 +133,7 @@ class LaunchOptions:
     attempt: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: Sequence[str] = ()
+    imports: Sequence[str] = ()
     on_launched: Callable[[ReplicaHandle], None] | None = None
 
 

@@ -10,13 +10,14 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from diloco_cloud.entrypoints import Function, Target, resolve
 from diloco_cloud.errors import ConfigError
 from diloco_cloud.executor import RANK_ENV, Entrypoint, LaunchOptions, Script
+from diloco_cloud.secrets import Secret, read_secrets
 
 #: The program every replica of a run executes; ``world_size`` is supplied to it where missing.
 REPLICA_ENTRYPOINT: Final = "diloco_cloud.replica_entrypoint"
@@ -41,7 +42,9 @@ class LaunchRequest:
         rank_env: variable that tells a replica its rank.
         attempt: which life of these ranks this is.
         env: variables the user added.
-        secrets: variables whose values must only travel by the provider's secret channel.
+        secrets: by variable; they travel by the provider's secret channel only, and are revealed
+            where they are handed to it.
+        imports: modules that ``target`` will import, besides its own.
     """
 
     target: Target
@@ -51,7 +54,8 @@ class LaunchRequest:
     rank_env: str
     attempt: int
     env: dict[str, str]
-    secrets: dict[str, str] = field(repr=False)
+    secrets: dict[str, Secret]
+    imports: tuple[str, ...] = ()
 
     def environment(self, rank: int) -> dict[str, str]:
         """Variables of one replica, without the secrets."""
@@ -95,12 +99,14 @@ def check_launch(
     target = resolve(entrypoint, callables=callables)
     defaults = {"world_size": world_size} if _is_replica_entrypoint(target) else {}
     arguments, rank_env = _check_arguments(target, {**defaults, **entrypoint_args})
-    clash = sorted(set(options.env) & {*_IDENTITY, rank_env})
-    if clash:
-        raise ConfigError(
-            f"env sets {', '.join(clash)}",
-            fix="The executor sets these variables itself; remove them from env.",
-        )
+    secrets = _secret_values(options)
+    for place, names in (("env", options.env), ("secrets", secrets)):
+        clash = sorted(names.keys() & {*_IDENTITY, rank_env})
+        if clash:
+            raise ConfigError(
+                f"{place} sets {', '.join(clash)}",
+                fix=f"The executor sets these variables itself; remove them from {place}.",
+            )
     return LaunchRequest(
         target=target,
         arguments=arguments,
@@ -109,7 +115,8 @@ def check_launch(
         rank_env=rank_env,
         attempt=options.attempt,
         env=dict(options.env),
-        secrets=_secret_values(options.secrets),
+        secrets=secrets,
+        imports=tuple(options.imports),
     )
 
 
@@ -184,11 +191,13 @@ def _as_json(arguments: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _secret_values(names: Sequence[str]) -> dict[str, str]:
-    missing = [name for name in names if name not in os.environ]
-    if missing:
+def _secret_values(options: LaunchOptions) -> dict[str, Secret]:
+    """The secrets, which are in ``env`` neither."""
+    secrets = read_secrets(options.secrets, os.environ)
+    both = sorted(secrets.keys() & options.env.keys())
+    if both:
         raise ConfigError(
-            f"the secret {missing[0]} is not set in this environment",
-            fix=f"Export {missing[0]} before launching.",
+            f"{both[0]} is in env and a secret",
+            fix="Leave it out of env, which is stored with the run and shown by its provider.",
         )
-    return {name: os.environ[name] for name in names}
+    return secrets

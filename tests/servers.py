@@ -23,6 +23,8 @@ import obstore
 from obstore.store import S3Store
 
 START_TIMEOUT_S = 60.0
+#: Access and secret keys, by name, as two clouds would each have their own.
+OTHER_IDENTITIES = {name: (f"{name}-key", f"{name}-secret") for name in ("first", "second")}
 PORTS = (
     "master.port",
     "master.port.grpc",
@@ -42,7 +44,8 @@ class S3Server:
     Attributes:
         endpoint: "http://127.0.0.1:port".
         bucket: exists, and the key may do anything in it.
-        access_key, secret_key: of the only identity.
+        access_key, secret_key: of an identity that may do anything. There are two more, which may
+            read and write: see :data:`OTHER_IDENTITIES`.
         log: what the server printed.
         pid: of its one process.
         master: "http://127.0.0.1:port" of the part that can be asked to give deleted space back.
@@ -130,7 +133,7 @@ def _running(root: Path, bucket: str, volumes: int) -> Iterator[S3Server]:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
             # One volume at first, not seven: the first write would take five seconds.
             env={**os.environ, "HOME": str(root), "WEED_MASTER_VOLUME_GROWTH_COPY_1": str(volumes)},
         )
@@ -144,21 +147,24 @@ def _running(root: Path, bucket: str, volumes: int) -> Iterator[S3Server]:
         _remove_sockets(ports)
 
 
-def _die_with_parent() -> None:
-    """Let the kernel kill the server when the tests are killed and clean nothing up."""
+def die_with_parent() -> None:
+    """In a child: let the kernel kill it when the tests are killed and clean nothing up."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _identities(server: S3Server) -> dict[str, object]:
+    use = ["Read", "Write", "List"]
+    known = {"tester": (server.access_key, server.secret_key), **OTHER_IDENTITIES}
     return {
         "identities": [
             {
-                "name": "tester",
-                "credentials": [{"accessKey": server.access_key, "secretKey": server.secret_key}],
-                "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+                "name": name,
+                "credentials": [{"accessKey": access, "secretKey": secret}],
+                "actions": [*use, "Admin", "Tagging"] if name == "tester" else use,
             }
+            for name, (access, secret) in known.items()
         ]
     }
 

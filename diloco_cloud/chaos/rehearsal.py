@@ -194,7 +194,7 @@ class Rehearsal:
 
     def replica(self, rank: int) -> WarmReplica | None:
         """The live process of a rank."""
-        return self._executor.running(self._name, rank)
+        return self._executor.running(self.run.provider_name, rank)
 
     def has_recovered(self, rank: int) -> bool:
         """Whether a rank has been in a committed round since it was last killed."""

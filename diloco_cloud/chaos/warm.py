@@ -29,6 +29,7 @@ from diloco_cloud.executor import (
     Script,
 )
 from diloco_cloud.launch_request import LaunchRequest, check_launch
+from diloco_cloud.secrets import revealed
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ class WarmProcessExecutor:
             **os.environ,
             **ONE_THREAD,
             **request.environment(rank),
-            **request.secrets,
+            **revealed(request.secrets),
             TERM_GRACE_ENV: f"{self._grace:g}",
         }
         order = {

@@ -12,6 +12,7 @@ from diloco_cloud.cli import launch, output
 from diloco_cloud.errors import UsageError
 from diloco_cloud.run import config
 from diloco_cloud.run.elsewhere import STOP_COMMANDS
+from diloco_cloud.secrets import parse_secret
 
 #: Options of ``launch`` that say how replicas are launched and followed from here.
 _NOT_OURS: Final = frozenset(
@@ -84,9 +85,16 @@ def command(
 def _settings(target: str, flags: dict[str, Any]) -> config.Settings:
     """The run's settings; where a file names a backend, it is not the one that is meant."""
     file = flags.pop("config_file")
+    layers = [config.read_file(file) if file else {}, config.read_environment(os.environ), flags]
+    counts = [layer["replicas"] for layer in layers if layer.get("replicas") is not None]
+    if counts and not isinstance(counts[-1], int):
+        raise UsageError(
+            f"{target} starts all replicas of a run, and these are on several backends",
+            fix="Say how many there are: --replicas 4, for example.",
+        )
     given = launch.settings_of({**flags, "backend_args": (), "backend": "local"})
     settings = config.resolve(given, environ=os.environ, file=file)
-    spec = dataclasses.replace(settings.spec, backend=target, backend_args={})
+    spec = dataclasses.replace(settings.spec, backend=target, backend_args={}, fleet=())
     return dataclasses.replace(settings, spec=spec)
 
 
@@ -117,16 +125,17 @@ def _exporter(target: str) -> Any:
 
 def _next_steps(target: str, settings: config.Settings, secret_name: str) -> None:
     spec = settings.spec
-    secrets = spec.secret_names
+    secrets = [parse_secret(entry) for entry in spec.on(target).secrets]
     if target == "kubernetes":
         if secrets:
-            values = "".join(f' --from-literal={name}="${name}"' for name in secrets)
+            values = "".join(f' --from-literal={name}="${source}"' for name, source in secrets)
             output.note(f"First: kubectl create secret generic {secret_name}{values}")
     else:
         from diloco_cloud.exports.skypilot import launch_commands
 
         file = f"{spec.run_id}.yaml"
-        output.note(launch_commands(spec.run_id, range(spec.replicas), secrets, file))
+        words = [name if name == source else f'{name}="${source}"' for name, source in secrets]
+        output.note(launch_commands(spec.run_id, range(spec.replicas), words, file))
     output.note(f"Stop it by: {STOP_COMMANDS[target].format(run_id=spec.run_id)}")
     output.note(f"Look at it: diloco-cloud status {spec.run_id} --store {settings.store_uri}")
 

@@ -13,6 +13,7 @@ from diloco_cloud.executor import PreviewsLaunch, ServerlessExecutor
 from diloco_cloud.run import Run, config
 from diloco_cloud.run import launch as launch_run
 from diloco_cloud.run.config import Settings
+from diloco_cloud.run.spec import RunSpec
 from diloco_cloud.run.start import LaunchRequest
 
 _EPILOG = """\b
@@ -20,6 +21,7 @@ Examples:
   diloco-cloud launch --replicas 4 --rounds 20
   diloco-cloud launch run.toml --set learning_rate=3e-4 -d
   diloco-cloud launch --store s3://bucket/runs --trainer my.module:train --dry-run
+  diloco-cloud launch run.toml --replicas modal=2,hf-jobs=2 --gpu modal=A100,hf-jobs=a10g-large
 
 \b
 Every setting may also be a key of CONFIG.toml or a variable DILOCO_<SETTING>.
@@ -37,7 +39,12 @@ Exit codes: 0 succeeded, 100 failed, 101 not finished, 103 cancelled, 130 detach
 @click.option(
     "--backend-arg", "backend_args", metavar="KEY=VALUE", multiple=True, help="A setting of it."
 )
-@click.option("--replicas", metavar="N", type=int, help="Number of replicas.  [default: 4]")
+@click.option(
+    "--replicas",
+    metavar="N",
+    type=options.Replicas(),
+    help="How many, or BACKEND=N,…  [default: 4]",
+)
 @click.option("--reducers", metavar="R", type=int, help="CPU-only jobs that average for them.")
 @click.option("--store", metavar="URI", help="Where the run goes.  [default for local: ./runs]")
 @click.option("--name", metavar="NAME", help="Beginning of the run's id.  [default: diloco]")
@@ -70,12 +77,20 @@ Exit codes: 0 succeeded, 100 failed, 101 not finished, 103 cancelled, 130 detach
 )
 @click.option("--outlier-norm", metavar="X", type=options.Switchable(), help="Or off.")
 @click.option("--signed/--no-signed", default=None, help="By the secret key DILOCO_RUN_KEY.")
-@click.option("--gpu", metavar="GPU", help="Per replica, in the backend's own words.")
+@click.option("--gpu", metavar="GPU", help="Per replica, in the backend's words, or BACKEND=GPU,…")
 @click.option("--timeout", metavar="TIME", type=options.Duration(), help="A replica may run.")
 @click.option("--round-timeout", metavar="TIME", type=options.Duration(), help="To wait for peers.")
 @click.option("--join-timeout", metavar="TIME", type=options.Duration(), help="For all to start.")
-@click.option("--secret", "secrets", metavar="NAME", multiple=True, help="Variable sent secretly.")
-@click.option("--env", "env", metavar="K=V", multiple=True, help="Variable of each replica.")
+@click.option(
+    "--secret",
+    "secrets",
+    metavar="[BACKEND:]NAME[=SOURCE]",
+    multiple=True,
+    help="Variable sent secretly; its value is that of NAME here, or of SOURCE.",
+)
+@click.option(
+    "--env", "env", metavar="[BACKEND:]K=V", multiple=True, help="Variable of each replica."
+)
 @click.option("--env-file", metavar="FILE", type=click.Path(), help="The same, one per line.")
 @click.option("-d", "--detach", is_flag=True, help="Return when the replicas are launched.")
 @click.option("--dry-run", is_flag=True, help="Print what would be launched, and stop.")
@@ -99,12 +114,13 @@ def command(
     Ctrl-C detaches: the run goes on.
     """
     settings = config.resolve(settings_of(flags), environ=os.environ, file=config_file)
+    _note_what_waits(settings.spec)
     if dry_run:
         _print_plan(settings)
         return
     spec = settings.spec
-    if spec.backend != "local":  # the others cost money
-        question = f"Launch {output.jobs_text(spec)} on {spec.backend}?"
+    if set(spec.ranks_by_backend) != {"local"}:  # the others cost money
+        question = f"Launch {output.jobs_text(spec)} on {output.places_text(spec)}?"
         options.confirm(question, yes=yes)
     run = launch_run(spec, settings.store_uri)
     if detach:
@@ -128,36 +144,49 @@ def settings_of(flags: dict[str, Any]) -> dict[str, Any]:
     return {**flags, "trainer_args": trainer_args, "env": env, "backend_args": backend_args}
 
 
+def _note_what_waits(spec: RunSpec) -> None:
+    """Tell of settings of backends that no replica is launched on: it may be a mistake."""
+    waiting = [side.backend for side in spec.fleet if side.backend not in spec.ranks_by_backend]
+    if waiting:
+        output.note(
+            f"Note: no replica is on {', '.join(waiting)}: only `resume` can use its settings."
+        )
+
+
 def _print_plan(settings: Settings) -> None:
-    """What would be asked of the executor, after every check that needs no network."""
+    """What would be asked of the executors, after every check that needs no network."""
     from diloco_cloud.run.launcher import build_requests, check_launch
 
     spec = settings.spec
-    executor = check_launch(spec)
-    if spec.backend == "local" and spec.gpu is not None:
-        output.note(f"Warning: gpu {spec.gpu} has no effect: local replicas share this machine's.")
+    executors = check_launch(spec, settings.store_uri)
+    gpu = spec.on("local").gpu
+    if "local" in spec.ranks_by_backend and gpu is not None:
+        output.note(f"Warning: gpu {gpu} has no effect: local replicas share this machine's.")
     run_uri = f"{settings.store_uri.rstrip('/')}/{spec.run_id}"
-    request, *reducers = build_requests(spec, run_uri)
+    sides = {
+        backend: _side_plan(requests, executors.get(backend))
+        for backend, requests in build_requests(spec, run_uri).items()
+    }
     output.print_json(
         {
             "store": settings.store_uri,
             "spec": spec.to_json(),
             "hash": spec.digest,
-            "request": request.to_json(),
-            **({"reducers_request": reducers[0].to_json()} if reducers else {}),
-            **_provider_requests([request, *reducers], executor),
+            **({"sides": sides} if len(sides) > 1 else sides[spec.backend]),
         }
     )
 
 
-def _provider_requests(
-    requests: list[LaunchRequest], executor: ServerlessExecutor
-) -> dict[str, Any]:
-    """What the executor would send to its provider, where it can tell."""
-    if not isinstance(executor, PreviewsLaunch):
-        return {}
-    shown = (request.submit(executor.preview_launch) for request in requests)
-    return {"provider_requests": [one for each in shown for one in each]}
+def _side_plan(requests: list[LaunchRequest], executor: ServerlessExecutor) -> dict[str, Any]:
+    """What one executor is asked for, and what it would send to its provider, if it can tell."""
+    replicas, *reducers = requests
+    plan: dict[str, Any] = {"request": replicas.to_json()}
+    if reducers:
+        plan["reducers_request"] = reducers[0].to_json()
+    if isinstance(executor, PreviewsLaunch):
+        shown = (request.submit(executor.preview_launch) for request in requests)
+        plan["provider_requests"] = [one for each in shown for one in each]
+    return plan
 
 
 def _announce(run: Run, *, as_json: bool, quiet: bool, detached: bool) -> None:
@@ -166,7 +195,9 @@ def _announce(run: Run, *, as_json: bool, quiet: bool, detached: bool) -> None:
         click.echo(run.run_id)
     if not quiet:
         verb = "is" if run.spec.replicas + run.spec.reducers == 1 else "are"
-        output.note(f"{output.jobs_text(run.spec)} {verb} launched on {run.spec.backend}.")
+        output.note(
+            f"{output.jobs_text(run.spec)} {verb} launched on {output.places_text(run.spec)}."
+        )
         output.next_steps(run, unsupervised=detached)
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from diloco_cloud.errors import ConfigError, UsageError
+from diloco_cloud.run.by_backend import parse_replicas
 from diloco_cloud.run.config import LOCAL_STORE
 from diloco_cloud.run.durations import parse_duration
 
@@ -44,6 +45,20 @@ class Switchable(click.ParamType):  # type: ignore[type-arg]  # generic since cl
             return float(value)
         except ValueError:
             self.fail(f'{value!r} is neither a number nor "off".', param, ctx)
+
+
+class Replicas(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
+    """A number, or numbers by backend: "modal=2,hf-jobs=2"."""
+
+    name = "replicas"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | dict[str, int]:
+        try:
+            return parse_replicas(value)
+        except ConfigError as error:
+            self.fail(f"{error.message}. {error.fix}", param, ctx)
 
 
 def run_argument(command: _Command) -> _Command:

@@ -81,6 +81,14 @@ def jobs_text(spec: RunSpec) -> str:
     return f"{replicas} and {reducers}" if spec.reducers else replicas
 
 
+def places_text(spec: RunSpec) -> str:
+    """ "modal", or "modal (2) and hf-jobs (2)"."""
+    places = [f"{backend} ({len(ranks)})" for backend, ranks in spec.ranks_by_backend.items()]
+    if len(places) == 1:
+        return spec.backend
+    return f"{', '.join(places[:-1])} and {places[-1]}"
+
+
 def result_place(run: Run, status: RunStatus) -> None:
     """Where the trained model is, once there is one."""
     model = run.results().model if status.state == "succeeded" else None

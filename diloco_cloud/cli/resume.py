@@ -15,15 +15,15 @@ from diloco_cloud.run import Run
 @click.option(
     "--replicas",
     metavar="N",
-    type=click.IntRange(min=1),
-    help="The run has so many replicas from now on.",
+    type=options.Replicas(),
+    help="The run has so many replicas from now on, or BACKEND=N,…",
 )
 @click.option("--backend", metavar="NAME", help="Where to start them.  [default: where they were]")
 def command(
     run_id: str,
     store: str | None,
     ranks: tuple[int, ...],
-    replicas: int | None,
+    replicas: int | dict[str, int] | None,
     backend: str | None,
 ) -> None:
     """Start replicas again that ended early, or more of them.
@@ -35,7 +35,6 @@ def command(
     if started:
         output.note(f"Started {output.replicas_text(started)} of {run_id}.")
     else:
-        output.note(
-            f"{run_id} has {output.count_text(replicas or 0)} now; there was none to start."
-        )
+        count = sum(replicas.values()) if isinstance(replicas, dict) else replicas or 0
+        output.note(f"{run_id} has {output.count_text(count)} now; there was none to start.")
     output.next_steps(run, unsupervised=True)

@@ -146,7 +146,7 @@ def run_table(statuses: Sequence[RunStatus]) -> Table:
         table.add_row(
             status.run_id,
             state_text(status.state),
-            status.backend,
+            "+".join(status.backends) or status.backend,
             f"{running}/{total} running" if running else str(total),
             _round(status),
             f"{format_duration(time.time() - status.created_at)} ago",

@@ -74,6 +74,8 @@ class MockManager(Participant):
         fragments: what the outer loop has registered.
         position: inner steps of this rank's data behind it once the sync that begins next is
             merged; the outer loop keeps it.
+        policy_version: outer steps in the oldest policy that rollouts since the last sync came
+            from; a trainer that rolls out keeps it, and contributions record it.
     """
 
     #: torchft's DiLoCo refuses a manager whose quorum is asynchronous.
@@ -100,6 +102,7 @@ class MockManager(Participant):
         )
         self.on_round = on_round
         self.loop: CatchesUp | None = None
+        self.policy_version = 0
         self._exchange.waiting_for = self._waiting_for
         self._discards = 0
         self._usual_steps = 0
@@ -285,6 +288,7 @@ class MockManager(Participant):
         self._marks[index] = now = self.progress.mark()
         account = self._accounts.of(index, now)
         position, decided = self.position, self._lookout.decided == round_
+        policy = self.policy_version
         self._usage = self.store.usage
         write_inner = self._capture_inner(round_, index, now)
 
@@ -292,7 +296,7 @@ class MockManager(Participant):
             # Global parameters stand still from the start of a sync to its end.
             parameters, names = self.fragments.globals_of(index)
             base = digest_tensors(parameters) if parameters else ""
-            work = Work(base=base, position=position, **account)
+            work = Work(base=base, position=position, policy_version=policy, **account)
             known = {"names": names, "averaged_plainly": self.fragments.embeddings_of(index)}
             return work, {key: of for key, of in known.items() if len(of) == len(tensors)}
 

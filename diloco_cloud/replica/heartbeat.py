@@ -60,6 +60,7 @@ class Heartbeat:
         self._progress: Shows | None = None
         self._announced: str | None = None
         self._ended: str | None = None
+        self._logged = False
         self._wake = threading.Event()
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="diloco-heartbeat", daemon=True)
@@ -88,12 +89,14 @@ class Heartbeat:
         self._stop = True
         self._wake.set()
 
-    def close(self, *, join_s: float) -> None:
+    def close(self, *, join_s: float, logged: bool = False) -> None:
         """Send a last beat.
 
         Args:
             join_s: seconds to wait for a beat that is under way; it is then left to itself.
+            logged: whether all that this life had to say is in the run's prefix.
         """
+        self._logged = logged
         self.stop()
         if self._thread.is_alive():
             self._thread.join(join_s)
@@ -122,6 +125,7 @@ class Heartbeat:
             "state": self._ended or self._announced or beat["state"],
             "rank": self._identity.rank,
             "attempt": self._identity.attempt,
+            "logged": self._logged,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "time": timestamp(),

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOG_S = 2.0
-#: Seconds that the end of a replica waits for a request of the reporter's that is under way.
-JOIN_S = 5.0
+#: Seconds that the end of a replica waits for the store to take what it has to tell. Nothing but
+#: the machine's time hangs on it, and a store may be as slow as this while many replicas end.
+JOIN_S = 60.0
 
 
 class Reporter:
@@ -88,15 +89,21 @@ class Reporter:
         """Stop reporting; send what is left and a last beat.
 
         Args:
-            join_s: seconds to wait for a request that is under way; it is then left to itself.
+            join_s: seconds to wait for requests that are under way; they are then left to
+                themselves.
         """
+        deadline = time.monotonic() + join_s
+
+        def left() -> float:
+            return max(0.0, deadline - time.monotonic())
+
         self._stop.set()
         self.ship_soon()
         self.heartbeat.stop()
         if self._thread.is_alive():
-            self._thread.join(join_s)
-        self._drain(join_s)
-        self.heartbeat.close(join_s=join_s)
+            self._thread.join(left())
+        logged = self._drain(left())
+        self.heartbeat.close(join_s=left(), logged=logged)
 
     def end(self, outcome: Outcome, *, join_s: float = JOIN_S) -> None:
         """Record ``outcome`` and stop. The record comes first: a stuck request can't delay it."""
@@ -110,13 +117,14 @@ class Reporter:
                 return
             self._logs.full.wait(LOG_S)
 
-    def _drain(self, wait_s: float = JOIN_S) -> None:
-        self._logs.ship(wait_s=wait_s)
+    def _drain(self, wait_s: float = JOIN_S) -> bool:
+        """Send all there is; whether the log has arrived."""
+        logged = self._logs.ship(wait_s=wait_s)
         while True:
             try:
                 key, figures = self._metrics.get_nowait()
             except queue.Empty:
-                return
+                return logged
             with self._survive("metrics"):
                 self._store.put(key, json.dumps(figures).encode())
 

@@ -22,7 +22,8 @@ class LogShipper(LossyHandler):
     Args:
         store: the run's prefix.
         rank, attempt: of this replica.
-        keep: characters kept while the store is away; beyond it the oldest lines are dropped.
+        keep: characters kept while the store is away, besides the chunk that it did not take;
+            beyond it the oldest lines are dropped.
 
     Attributes:
         full: set when much has been collected since the last shipment.
@@ -40,6 +41,7 @@ class LogShipper(LossyHandler):
         self._fresh = 0
         self._dropped = 0
         self._sequence = 0
+        self._chunk: bytes | None = None
         self._shipping = threading.Lock()
         self.full = threading.Event()
 
@@ -56,51 +58,50 @@ class LogShipper(LossyHandler):
         if self._fresh >= CHUNK_CHARACTERS:
             self.full.set()
 
-    def ship(self, *, wait_s: float = 0.0) -> None:
+    def ship(self, *, wait_s: float = 0.0) -> bool:
         """Store what has been collected. On failure it is kept for the next time.
 
         Args:
             wait_s: seconds to wait for a shipment that is under way in another thread; if it is
                 still stuck then, nothing is done.
+
+        Returns:
+            Whether all that was collected before is stored.
         """
         if not self._shipping.acquire(timeout=wait_s):
-            return
+            return False
         try:
-            lines, dropped = self._take()
-            if not lines and not dropped:
-                return
-            # What was dropped is older than what was kept.
-            notice = [self._notice(dropped)] if dropped else []
-            data = ("\n".join([*notice, *lines]) + "\n").encode()
-            try:
-                self._store.put(keys.log_chunk(*self._place, self._sequence), data)
-                self._sequence += 1
-            except Exception:  # not logged: every failure would add to what there is to ship
-                self._put_back(lines, dropped)
+            # First what an earlier attempt has left. It stays as it was: a request that failed may
+            # have been carried out, and a chunk that somebody has read is not read again.
+            return (self._chunk is None or self._put()) and (self._pack() is None or self._put())
         finally:
             self._shipping.release()
 
-    def _take(self) -> tuple[list[str], int]:
-        """Everything collected, and how many lines were dropped before it."""
+    def _put(self) -> bool:
+        assert self._chunk is not None
+        try:
+            self._store.put(keys.log_chunk(*self._place, self._sequence), self._chunk)
+        except Exception:  # not logged: every failure would add to what there is to ship
+            return False
+        self._sequence += 1
+        self._chunk = None
+        return True
+
+    def _pack(self) -> bytes | None:
+        """Make a chunk of everything collected; None if that is nothing."""
         self.acquire()
         try:
-            taken = list(self._lines), self._dropped
+            lines, dropped = list(self._lines), self._dropped
             self._lines.clear()
             self._size = self._fresh = self._dropped = 0
             self.full.clear()
-            return taken
         finally:
             self.release()
-
-    def _put_back(self, lines: list[str], dropped: int) -> None:
-        self.acquire()
-        try:
-            self._lines.extendleft(reversed(lines))
-            self._size += sum(map(len, lines))
-            self._dropped += dropped
-            self._trim()
-        finally:
-            self.release()
+        # What was dropped is older than what was kept.
+        notice = [self._notice(dropped)] if dropped else []
+        text = "".join(f"{line}\n" for line in [*notice, *lines])
+        self._chunk = text.encode() or None
+        return self._chunk
 
     def _trim(self) -> None:
         """Drop the oldest lines beyond what is kept; the lock is held."""

@@ -9,9 +9,10 @@ Nothing here imports torch: what replicas compute is none of this package's busi
 
 from __future__ import annotations
 
+from diloco_cloud.run.fleet import Side
 from diloco_cloud.run.launcher import launch
 from diloco_cloud.run.names import new_run_id
 from diloco_cloud.run.run import Run, list_runs
 from diloco_cloud.run.spec import RunSpec
 
-__all__ = ["Run", "RunSpec", "launch", "list_runs", "new_run_id"]
+__all__ = ["Run", "RunSpec", "Side", "launch", "list_runs", "new_run_id"]

@@ -1,7 +1,8 @@
 """Settings of backends: keyword arguments of their executors, as they come from a user.
 
 They are stored with the run, so that any process can make the same executor again. In a file, each
-backend has a table of its own, and the only one also chooses the backend::
+backend has a table of its own, which also holds what :mod:`diloco_cloud.run.by_backend` tells of,
+and the only one chooses the backend::
 
     [backend.hf-jobs]
     namespace = "my-team"
@@ -38,22 +39,6 @@ def parse_backend_args(assignments: Mapping[str, Any]) -> dict[str, dict[str, An
         backend, _, key = name.rpartition(".")
         found.setdefault(backend or CHOSEN, {})[key] = value
     return found
-
-
-def from_file(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's settings with its ``[backend.NAME]`` tables under ``backend_args``.
-
-    Raises:
-        ConfigError: such a table, or what is in it, is no table.
-    """
-    tables = values.get("backend")
-    if not isinstance(tables, Mapping):
-        return dict(values)
-    rest = {key: value for key, value in values.items() if key != "backend"}
-    rest["backend_args"] = merge([values.get("backend_args", {}), tables])
-    if len(tables) == 1:
-        rest["backend"] = next(iter(tables))
-    return rest
 
 
 def merge(layers: Iterable[Any]) -> dict[str, dict[str, Any]]:

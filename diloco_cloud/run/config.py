@@ -2,7 +2,8 @@
 
 The file has one key per setting of :class:`~diloco_cloud.run.spec.RunSpec`, and ``name``,
 ``store``; ``trainer_args`` and ``env`` are tables, ``secrets`` is a list, and each backend has a
-table ``[backend.NAME]``. A variable is named ``DILOCO_`` and the setting in capitals.
+table ``[backend.NAME]``. A variable is named ``DILOCO_`` and the setting in capitals. What may be
+set for single backends, :mod:`diloco_cloud.run.by_backend` tells.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from typing import Any
 from diloco_cloud import keys
 from diloco_cloud.errors import ConfigError
 from diloco_cloud.executor_registry import require_backend
-from diloco_cloud.run import backend_args
+from diloco_cloud.run import backend_args, by_backend
 from diloco_cloud.run.backend_args import parse_backend_args as parse_backend_args
 from diloco_cloud.run.durations import parse_duration
+from diloco_cloud.run.fleet import DEFAULT_BACKEND
 from diloco_cloud.run.names import DEFAULT_NAME, new_run_id
 from diloco_cloud.run.spec import RunSpec
 from diloco_cloud.store.opening import is_uri
@@ -31,7 +33,8 @@ from diloco_cloud.store.opening import is_uri
 #: Where runs of the local backend go when no store is given, below the working directory.
 LOCAL_STORE = "runs"
 
-SPEC_KEYS = tuple(field.name for field in dataclasses.fields(RunSpec))
+#: Without the fleet, which is made of the settings that name backends.
+SPEC_KEYS = tuple(field.name for field in dataclasses.fields(RunSpec) if field.name != "fleet")
 SETTING_KEYS = ("name", "store", *SPEC_KEYS)
 #: Settings that are merged key by key instead of being replaced.
 _TABLES = ("trainer_args", "env")
@@ -82,7 +85,8 @@ def resolve(
     name = values.pop("name", DEFAULT_NAME)
     store = values.pop("store", None)
     values.setdefault("run_id", None)
-    backend_args.settle(values, RunSpec.backend)
+    by_backend.settle(values, values.pop("sides"))
+    backend_args.settle(values, DEFAULT_BACKEND)
     if values["run_id"] is None:
         values["run_id"] = new_run_id(_text("name", name), rng=rng)
     spec = RunSpec(**_typed(values))
@@ -105,7 +109,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
     for key in values:
         if key not in SETTING_KEYS:
             raise _unknown_key(key, f"{path} has an unknown key", SETTING_KEYS)
-    return backend_args.from_file(values)
+    return by_backend.from_file(values)
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -176,7 +180,8 @@ def read_env_file(path: str | Path) -> dict[str, str]:
 
 
 def _merge(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Later layers win; tables are merged, and secrets added."""
+    """Later layers win; tables are merged, and secrets added. "sides" has those of backends."""
+    layers = [by_backend.split(layer) for layer in layers]
     merged: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
@@ -186,10 +191,10 @@ def _merge(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             elif key == "backend_args":
                 value = backend_args.merge([merged.get(key, {}), value])
             elif key == "secrets":
-                _expect(isinstance(value, (list, tuple)), key, value, "a list of names")
-                value = list(dict.fromkeys([*merged.get(key, ()), *value]))
+                _expect(by_backend.is_texts(value), key, value, "a list of names of variables")
+                value = by_backend.merge_secrets(merged.get(key, ()), value)
             merged[key] = value
-    return merged
+    return {**merged, "sides": by_backend.merge_sides(layers)}
 
 
 def _typed(values: dict[str, Any]) -> dict[str, Any]:
@@ -206,17 +211,20 @@ def _typed(values: dict[str, Any]) -> dict[str, Any]:
             _text(key, values[key])
     if values.get("init_from") is not None:
         values["init_from"] = _weights_uri(values["init_from"])
-    for key, value in values.get("env", {}).items():
-        _expect(isinstance(value, str), f"env.{key}", value, "a text")
+    _check_env("env", values.get("env", {}))
+    for side in values.get("fleet", ()):
+        _check_env(f"backend.{side.backend}.env", side.env, f"{side.backend}:")
+    return values
+
+
+def _check_env(table: str, env: Mapping[str, Any], whose: str = "") -> None:
+    for key, value in env.items():
+        _expect(isinstance(value, str), f"{table}.{key}", value, "a text")
         if backend_args.looks_secret(key):
             raise ConfigError(
                 f"{key} looks like a secret, and env is stored with the run",
-                fix=f"Pass it with --secret {key}.",
+                fix=f"Pass it with --secret {whose}{key}.",
             )
-    secrets = values.get("secrets", ())
-    ok = isinstance(secrets, (list, tuple)) and all(isinstance(name, str) for name in secrets)
-    _expect(ok, "secrets", secrets, "a list of names of variables")
-    return values
 
 
 def _weights_uri(text: str) -> str:
@@ -234,9 +242,10 @@ def _store_uri(spec: RunSpec, store: object) -> str:
                 fix="Use a directory, or a bucket.",
             )
         return text if is_uri(text) else str(Path(text).expanduser().absolute())
-    if spec.backend != "local":
+    elsewhere = [backend for backend in spec.ranks_by_backend if backend != DEFAULT_BACKEND]
+    if elsewhere:
         raise ConfigError(
-            f"runs on {spec.backend} need a store that all replicas reach",
+            f"runs on {elsewhere[0]} need a store that all replicas reach",
             fix="Add --store s3://bucket/prefix, or set DILOCO_STORE.",
         )
     return str(Path(LOCAL_STORE).absolute())
@@ -245,7 +254,8 @@ def _store_uri(spec: RunSpec, store: object) -> str:
 def _from_text(key: str, text: str) -> Any:
     """A variable's text as the type of its setting."""
     parsers: dict[str, Callable[[str], Any]] = {
-        **dict.fromkeys(("replicas", "reducers", "sync_every", "rounds", "fragments", "seed"), int),
+        "replicas": lambda value: value if "=" in value else int(value),
+        **dict.fromkeys(("reducers", "sync_every", "rounds", "fragments", "seed"), int),
         **dict.fromkeys(("fragment_sync_delay", "snapshot_every", "quorum", "max_restarts"), int),
         **dict.fromkeys(("fragment_update_alpha", "outer_lr", "outer_momentum"), float),
         **dict.fromkeys(("nesterov", "checkpoint_inner", "signed"), _boolean),

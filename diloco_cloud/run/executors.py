@@ -5,31 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from threading import Lock
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 from diloco_cloud.errors import UsageError
 from diloco_cloud.executor import ServerlessExecutor
 from diloco_cloud.executor_registry import get_executor
+
+#: What a caller may give in the place of the registry's: one for the run's own backend, or several
+#: by backend.
+Given: TypeAlias = ServerlessExecutor | Mapping[str, ServerlessExecutor] | None
 
 
 class Executors:
     """Makes each backend's executor when it is first needed.
 
     Args:
-        backend: entry-point name of the backend that ``given`` belongs to.
-        given: its executor; default: the registry's.
+        backend: entry-point name of the run's own backend.
+        given: its executor, or executors by backend; default: the registry's.
         args: by backend, keyword arguments of its executor.
     """
 
     def __init__(
         self,
         backend: str,
-        given: ServerlessExecutor | None = None,
+        given: Given = None,
         args: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
         self.default = backend
         self._args = args
-        self._made = {} if given is None else {backend: given}
+        self._made = _by_backend(backend, given)
         self._lock = Lock()
 
     def get(self, backend: str | None = None) -> ServerlessExecutor:
@@ -50,3 +54,9 @@ class Executors:
             return self.get(backend), None
         except UsageError as error:
             return None, error.message
+
+
+def _by_backend(backend: str, given: Given) -> dict[str, ServerlessExecutor]:
+    if given is None:
+        return {}
+    return dict(given) if isinstance(given, Mapping) else {backend: given}

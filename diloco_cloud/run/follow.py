@@ -14,6 +14,9 @@ from diloco_cloud.store.base import ObjectStore
 
 #: Lines of a process's own output that are shown where the prefix doesn't hold the whole story.
 NATIVE_LINES = 200
+#: Looks for the last lines of lives that have ended, and may have been killed before they sent
+#: them.
+LAST_LOOKS = 15
 
 
 def read_logs(
@@ -39,15 +42,49 @@ def read_logs(
         since: begin at this time, in seconds since the epoch.
         pause: waits between two looks.
     """
-    reader = ChunkReader(store, ranks)
+    reader, end = ChunkReader(store, ranks), _End(store, ranks)
     # Asked before reading: what is read after the end is all there will ever be.
     now = states()
+    over = not follow or end.is_reached(now)
     yield from reader.read_all(tail=tail, since=since)
-    while follow and not TERMINAL_STATES.issuperset(now):
+    while not over:
         pause()
         now = states()
+        over = end.is_reached(now)
         yield from reader.read_new()
     yield from _native(store, dict(zip(ranks, now, strict=True)), reader, native_output, tail)
+
+
+class _End:
+    """Tells when there is nothing more to come from replicas.
+
+    A life records how it ended before it sends the last of its log, so that nothing can delay the
+    record; and whoever cannot ask its executor knows its state by that record. Its last heartbeat
+    tells that the log is complete.
+    """
+
+    def __init__(self, store: ObjectStore, ranks: Sequence[int]) -> None:
+        self._store = store
+        self._ranks = ranks
+        self._looks_left = LAST_LOOKS
+
+    def is_reached(self, states: Sequence[State]) -> bool:
+        """Whether replicas in these states have said everything, or should have by now."""
+        if not TERMINAL_STATES.issuperset(states):
+            return False
+        self._looks_left -= 1
+        return self._looks_left < 0 or not self._is_any_speaking()
+
+    def _is_any_speaking(self) -> bool:
+        lives = read_lives(self._store)
+        for rank in self._ranks:
+            attempt = lives.newest(rank) or 0
+            if "outcome" not in lives.of(rank, attempt):
+                continue  # it was killed, and its executor says so
+            beat = read_json(self._store, keys.alive(rank)) or {}
+            if beat.get("attempt") == attempt and beat.get("logged") is False:
+                return True
+        return False
 
 
 def _native(

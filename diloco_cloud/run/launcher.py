@@ -7,50 +7,68 @@ import time
 from collections.abc import Callable
 
 from diloco_cloud.errors import ConfigError, NotFoundError
-from diloco_cloud.executor import ChecksLaunch, PreviewsLaunch, ServerlessExecutor
-from diloco_cloud.executor_registry import get_executor
+from diloco_cloud.executor import ChecksLaunch, PreviewsLaunch
+from diloco_cloud.run.executors import Executors, Given
 from diloco_cloud.run.intents import Start, announce
-from diloco_cloud.run.preflight import check_environment, check_trainer
+from diloco_cloud.run.preflight import check_environment, check_meeting_place, check_trainer
 from diloco_cloud.run.record import create_run
 from diloco_cloud.run.reducers import reducers_request
 from diloco_cloud.run.run import Run
+from diloco_cloud.run.sides import naming, start_sides
 from diloco_cloud.run.spec import RunSpec
-from diloco_cloud.run.start import LaunchRequest, build_request, start_replicas
+from diloco_cloud.run.start import LaunchRequest, build_request
 from diloco_cloud.store import open_store, probe_store
 
 
-def check_launch(spec: RunSpec, executor: ServerlessExecutor | None = None) -> ServerlessExecutor:
-    """All checks that need no network; returns the executor.
+def check_launch(spec: RunSpec, store_uri: str, executor: Given = None) -> Executors:
+    """All checks that need no network; returns the executors.
+
+    Args:
+        spec: the run's settings.
+        store_uri: where its prefix is to go.
+        executor: see :func:`launch`.
 
     Raises:
-        UsageError: the backend, the trainer, a dependency or a secret is not there.
+        UsageError: a backend, the trainer, a dependency or a secret is not there.
     """
-    args = spec.backend_args.get(spec.backend, {})
-    found = get_executor(spec.backend, **args) if executor is None else executor
+    executors = Executors(spec.backend, executor, spec.backend_args)
+    for backend in spec.ranks_by_backend:
+        with naming(backend, spec):
+            executors.get(backend)
+    check_meeting_place(spec, store_uri)
     check_trainer(
         spec.trainer, spec.trainer_args, os.getcwd(), settings=spec.changed_trainer_settings
     )
-    check_environment(spec)
-    return found
+    for backend in spec.ranks_by_backend:
+        check_environment(spec, backend)
+    return executors
 
 
-def check_request(spec: RunSpec, executor: ServerlessExecutor, run_uri: str) -> None:
-    """Let the executor find out what it can, before anything is written.
+def check_requests(spec: RunSpec, executors: Executors, run_uri: str) -> None:
+    """Let the executors find out what they can, before anything is written.
 
     Raises:
-        UsageError: its provider could not satisfy the request.
+        UsageError: a provider could not satisfy the request.
     """
-    for request in build_requests(spec, run_uri):
-        if isinstance(executor, PreviewsLaunch):
-            request.submit(executor.preview_launch)
-        if isinstance(executor, ChecksLaunch):
-            request.submit(executor.check_launch)
+    for backend, requests in build_requests(spec, run_uri).items():
+        executor = executors.get(backend)
+        for request in requests:
+            with naming(backend, spec):
+                if isinstance(executor, PreviewsLaunch):
+                    request.submit(executor.preview_launch)
+                if isinstance(executor, ChecksLaunch):
+                    request.submit(executor.check_launch)
 
 
-def build_requests(spec: RunSpec, run_uri: str) -> list[LaunchRequest]:
-    """What the executor is asked for at a launch: replicas, and reducers if there are any."""
-    replicas = build_request(spec, run_uri)
-    return [replicas, reducers_request(spec, run_uri)] if spec.reducers else [replicas]
+def build_requests(spec: RunSpec, run_uri: str) -> dict[str, list[LaunchRequest]]:
+    """By backend, what its executor is asked for at a launch: replicas, and reducers if any."""
+    requests = {
+        backend: [build_request(spec, run_uri, backend=backend)]
+        for backend in spec.ranks_by_backend
+    }
+    if spec.reducers:
+        requests[spec.backend].append(reducers_request(spec, run_uri))
+    return requests
 
 
 def check_start(spec: RunSpec) -> None:
@@ -76,7 +94,7 @@ def launch(
     spec: RunSpec,
     store_uri: str | os.PathLike[str],
     *,
-    executor: ServerlessExecutor | None = None,
+    executor: Given = None,
     clock: Callable[[], float] = time.time,
 ) -> Run:
     """Start a run and return at once; the replicas need this process no longer.
@@ -84,31 +102,30 @@ def launch(
     Args:
         spec: the run's settings.
         store_uri: where the run's prefix ``<store_uri>/<run_id>/`` goes.
-        executor: default: the one that ``spec.backend`` names.
+        executor: that of ``spec.backend``, or several by backend; default: those of the registry.
         clock: seconds since the epoch.
 
     Raises:
         UsageError: the request can't work; nothing was started or written.
         StoreError: the store is not there, not writable or has no conditional create.
         RunExistsError: the run id is taken in that store.
-        LaunchError: the backend failed; what had been started was cancelled.
+        LaunchError: a backend failed; what had been started, on any of them, was cancelled.
     """
-    found = check_launch(spec, executor)
+    executors = check_launch(spec, os.fspath(store_uri), executor)
     check_start(spec)
     store = open_store(os.fspath(store_uri))
     probe_store(store)
     prefix = store.child(spec.run_id)
-    check_request(spec, found, prefix.uri)
+    check_requests(spec, executors, prefix.uri)
     record = create_run(prefix, spec, created_at=clock())
-    start = Start(
-        ranks=range(spec.replicas),
-        attempt=0,
-        backend=spec.backend,
-        world_size=spec.replicas,
-        by="launch",
-    )
-    announce(prefix, start, at=clock())
-    start_replicas(prefix, record, found, start, clock=clock)
-    run = Run(prefix, record, executor=found, clock=clock)
+    starts = [
+        Start(ranks=ranks, attempt=0, backend=backend, world_size=spec.replicas, by="launch")
+        for backend, ranks in spec.ranks_by_backend.items()
+    ]
+    for start in starts:  # all, before any is started: whoever cancels knows where to look
+        announce(prefix, start, at=clock())
+    start_sides(prefix, record, executors, starts, clock=clock)
+    made = {backend: executors.get(backend) for backend in spec.ranks_by_backend}
+    run = Run(prefix, record, executor=made, clock=clock)
     run.start_reducers()
     return run

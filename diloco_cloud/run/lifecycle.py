@@ -13,7 +13,7 @@ from diloco_cloud.run.elsewhere import STOP_COMMANDS
 from diloco_cloud.run.executors import Executors
 from diloco_cloud.run.lives import read_lives
 from diloco_cloud.run.observe import Observer
-from diloco_cloud.run.record import Launched, create_json, read_json
+from diloco_cloud.run.record import Launched, RunRecord, create_json, read_json
 from diloco_cloud.run.status import ReplicaView, RunStatus
 from diloco_cloud.store.base import ObjectStore
 
@@ -63,7 +63,7 @@ def cancel(
     for view in concerned:
         wish(view.rank, view.attempt)
     handles = observer.handles()
-    failures: list[LaunchError] = []
+    failures: list[DilocoError] = []
     for view in concerned:
         attempt, launched = handles[view.rank]
         if attempt > view.attempt:  # started meanwhile
@@ -71,28 +71,38 @@ def cancel(
         if launched is not None and (attempt > view.attempt or not view.ended):
             try:
                 executors.get(launched.backend).cancel(launched.handle)
-            except LaunchError as error:  # the others are to end all the same
+            except (LaunchError, UsageError) as error:  # the others are to end all the same
                 failures.append(error)
+    unrecorded = [view for view in concerned if handles[view.rank][1] is None]
+    failures += _cancel_unrecorded(observer.record, unrecorded, executors)
     if failures:
         raise failures[0]
-    unrecorded = [view for view in concerned if handles[view.rank][1] is None]
-    _cancel_unrecorded(status.run_id, unrecorded, executors)
     return [view.rank for view in concerned if _goes_on(view, handles[view.rank][0])]
 
 
-def _cancel_unrecorded(run_id: str, views: Sequence[ReplicaView], executors: Executors) -> None:
-    """End what a launcher started that died before it could write down the provider's id."""
+def _cancel_unrecorded(
+    record: RunRecord, views: Sequence[ReplicaView], executors: Executors
+) -> list[DilocoError]:
+    """End what a launcher started that died before it could write down the provider's id.
+
+    Returns what could not be done, by backend: the others are looked at all the same.
+    """
+    failures: list[DilocoError] = []
     for backend in {view.backend for view in views if view.backend is not None}:
         if backend in STOP_COMMANDS:
-            command = STOP_COMMANDS[backend].format(run_id=run_id)
+            command = STOP_COMMANDS[backend].format(run_id=record.spec.run_id)
             logger.warning("what %s has started, it stops: %s", backend, command)
             continue
         ranks = {view.rank for view in views if view.backend == backend}
-        executor = executors.get(backend)
-        if isinstance(executor, RecoversReplicas):
-            for handle in executor.recover(run_id):
-                if handle.rank in ranks:
-                    executor.cancel(handle)
+        try:
+            executor = executors.get(backend)
+            if isinstance(executor, RecoversReplicas):
+                for handle in executor.recover(record.name):
+                    if handle.rank in ranks:
+                        executor.cancel(handle)
+        except (LaunchError, UsageError) as error:
+            failures.append(error)
+    return failures
 
 
 def _goes_on(view: ReplicaView, newest: int) -> bool:
@@ -140,18 +150,20 @@ def forget(lives: Sequence[Launched], executors: Executors) -> None:
 
     Not part of the contract: a provider's records are not ours to delete, a local process's are.
     """
-    try:
-        for launched in lives:
-            executor = executors.get(launched.backend)
-            if isinstance(executor, ForgetsReplicas):
-                executor.forget(launched.handle)
-    except Exception as error:  # the run itself is gone, which is what was asked for
-        logger.warning("the replicas' own records are still there: %s", error)
+    for backend in {launched.backend for launched in lives}:
+        try:
+            executor = executors.get(backend)
+            for launched in lives:
+                if launched.backend == backend and isinstance(executor, ForgetsReplicas):
+                    executor.forget(launched.handle)
+        except Exception as error:  # the run itself is gone, which is what was asked for
+            logger.warning("the replicas' own records on %s are still there: %s", backend, error)
 
 
-def release(status: RunStatus, executors: Executors) -> None:
+def release(status: RunStatus, executors: Executors, record: RunRecord) -> None:
     """Let executors give back what they keep for a run that has ended."""
-    for backend in {view.backend or status.backend for view in status.replicas}:
+    used = (view.backend for view in status.replicas if view.backend is not None)
+    for backend in {*record.spec.ranks_by_backend, *used}:
         executor, _ = executors.find(backend)
         if executor is not None and isinstance(executor, ReleasesRun):
-            executor.release(status.run_id)
+            executor.release(record.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import random
 import re
 
@@ -11,6 +13,9 @@ from diloco_cloud.errors import ConfigError
 ALPHABET = "bcdfghjkmnpqrstvwxz2456789"
 SUFFIX_LENGTH = 5
 DEFAULT_NAME = "diloco"
+
+#: Characters that tell runs of one id apart, in stores that know nothing of each other.
+_MARK_LENGTH = 5
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,33}")
 
@@ -32,3 +37,18 @@ def new_run_id(name: str = DEFAULT_NAME, *, rng: random.Random | None = None) ->
         )
     suffix = "".join((rng or random.SystemRandom()).choices(ALPHABET, k=SUFFIX_LENGTH))
     return f"{name.rstrip('-')}-{suffix}"
+
+
+def provider_name(run_id: str, uri: str, created_at: float) -> str:
+    """What a run's replicas are named after where they run: ``<run id>-<5 characters>``.
+
+    An id is taken once per store, and an account may serve many stores; and a provider remembers
+    the jobs of a run that was deleted. So the id alone does not say whose a job is.
+
+    Args:
+        run_id: of the run.
+        uri: of its prefix.
+        created_at: seconds since the epoch.
+    """
+    digest = hashlib.sha256(f"{uri} {created_at}".encode()).digest()
+    return f"{run_id}-{base64.b32encode(digest).decode().lower()[:_MARK_LENGTH]}"

@@ -23,7 +23,14 @@ from diloco_cloud.run.executors import Executors
 from diloco_cloud.run.lives import Life, Lives, read_lives
 from diloco_cloud.run.record import Launched, RunRecord, read_json
 from diloco_cloud.run.restart import UNSUPERVISED_S, stale_after
-from diloco_cloud.run.status import ReplicaView, RunStatus, counted_states, is_over, run_state
+from diloco_cloud.run.status import (
+    ReplicaView,
+    RunStatus,
+    counted_states,
+    is_over,
+    places,
+    run_state,
+)
 from diloco_cloud.run.tail import failure_tail
 from diloco_cloud.run.views import Evidence, missing_replicas, view_replica
 from diloco_cloud.store.base import ObjectStore
@@ -82,6 +89,11 @@ class Observer:
         self.averaging = Averaging()
         self.lives = Lives()
 
+    @property
+    def record(self) -> RunRecord:
+        """What the run's ``run.json`` says."""
+        return self._record
+
     def observe(self) -> RunStatus:
         """The run's status now.
 
@@ -110,6 +122,7 @@ class Observer:
             rounds=rounds,
             missing=() if state == "succeeded" else missing_replicas(views),
             created_at=self._record.created_at,
+            backends=places(views),
             alive=tuple(view.rank for view in views if view.alive),
             breadth=look.averaging.breadth,
             rounds_kept=look.averaging.rounds,
@@ -168,7 +181,9 @@ class Observer:
         launched = self._launched_as(rank, attempt, look.lives)
         intent = self._intent(rank, attempt, kinds)
         backend = str(
-            launched.backend if launched else intent.get("backend", self._record.spec.backend)
+            launched.backend
+            if launched
+            else intent.get("backend", self._record.spec.backend_of(rank))
         )
         executor = self._executor(backend, look.notes) if launched else None
         polled = self._poll(executor, launched)

@@ -18,6 +18,8 @@ from typing import Any
 
 from diloco_cloud.errors import ConfigError, MissingDependencyError, TrainerImportError
 from diloco_cloud.run.spec import RUN_KEY_ENV, TRAINER_SETTINGS, RunSpec
+from diloco_cloud.secrets import read_secrets
+from diloco_cloud.store.opening import is_uri
 
 #: Bytes of a key below which it is no key.
 SHORTEST_KEY = 16
@@ -47,27 +49,37 @@ def check_environment(spec: RunSpec, backend: str | None = None) -> None:
                     f"replicas on this machine need {package}, which is not installed",
                     fix="pip install 'diloco-cloud[diloco]'",
                 )
-    for name in spec.secret_names:
-        if name not in os.environ:
-            raise _no_value(name)
-    if spec.signed and len(os.environ[RUN_KEY_ENV].encode()) < SHORTEST_KEY:
+    entries = spec.on(backend or spec.backend).secrets
+    if RUN_KEY_ENV in entries and RUN_KEY_ENV not in os.environ:
+        raise ConfigError(
+            f"a signed run needs a key, and {RUN_KEY_ENV} has no value here",
+            fix=f"export {RUN_KEY_ENV}=$(openssl rand -hex 32), and keep it: "
+            "a replica can't be restarted without it.",
+        )
+    secrets = read_secrets(entries, os.environ)
+    if spec.signed and len(secrets[RUN_KEY_ENV].reveal().encode()) < SHORTEST_KEY:
         raise ConfigError(
             f"{RUN_KEY_ENV} is shorter than {SHORTEST_KEY} bytes, and could be guessed",
             fix=f"export {RUN_KEY_ENV}=$(openssl rand -hex 32)",
         )
 
 
-def _no_value(name: str) -> ConfigError:
-    if name == RUN_KEY_ENV:
-        return ConfigError(
-            f"a signed run needs a key, and {RUN_KEY_ENV} has no value here",
-            fix=f"export {RUN_KEY_ENV}=$(openssl rand -hex 32), and keep it: "
-            "a replica can't be restarted without it.",
+def check_meeting_place(spec: RunSpec, store_uri: str) -> None:
+    """Check that a fleet's store is no directory that only one of its backends may see.
+
+    Args:
+        spec: of the run.
+        store_uri: a ``file:`` URI is taken at its word: some clusters share a filesystem.
+
+    Raises:
+        ConfigError: it is a plain directory.
+    """
+    if len(spec.ranks_by_backend) > 1 and not is_uri(store_uri):
+        raise ConfigError(
+            f"replicas on {' and '.join(spec.ranks_by_backend)} cannot meet in {store_uri}",
+            fix="Put the run in a bucket: --store s3://bucket/prefix. If all of them mount that "
+            f"directory, write file://{store_uri}.",
         )
-    return ConfigError(
-        f"the secret {name} has no value here",
-        fix=f"export {name}=… before launching; it is never stored.",
-    )
 
 
 def check_trainer(

@@ -23,6 +23,7 @@ from diloco_cloud.errors import (
 )
 from diloco_cloud.executor import ReplicaHandle
 from diloco_cloud.run.lives import Life, read_lives
+from diloco_cloud.run.names import provider_name
 from diloco_cloud.run.spec import SPEC_VERSION, RunSpec
 from diloco_cloud.store import uris
 from diloco_cloud.store.base import ObjectStore
@@ -40,12 +41,14 @@ class RunRecord:
         host: the machine it was launched from.
         directory: the working directory it was launched from; a local replica's trainer may live
             there.
+        name: what executors know its replicas as; see :func:`provider_name`.
     """
 
     spec: RunSpec
     created_at: float
     host: str
     directory: str
+    name: str
 
 
 def create_run(store: ObjectStore, spec: RunSpec, *, created_at: float) -> RunRecord:
@@ -59,10 +62,12 @@ def create_run(store: ObjectStore, spec: RunSpec, *, created_at: float) -> RunRe
     Raises:
         RunExistsError: the id is taken.
     """
-    record = RunRecord(spec, created_at, platform.node(), os.getcwd())
+    name = provider_name(spec.run_id, store.uri, created_at)
+    record = RunRecord(spec, created_at, platform.node(), os.getcwd(), name)
     values = {
         "version": SPEC_VERSION,
         "run_id": spec.run_id,
+        "name": record.name,
         "hash": spec.digest,
         "created_at": created_at,
         "package_version": __version__,
@@ -108,6 +113,7 @@ def read_run(store: ObjectStore) -> RunRecord | None:
         float(values.get("created_at", 0.0)),
         str(values.get("host", "")),
         str(values.get("directory", "")),
+        str(values.get("name", spec.run_id)),
     )
 
 

@@ -21,6 +21,7 @@ from diloco_cloud.executor import LaunchOptions, ServerlessExecutor
 from diloco_cloud.run import lifecycle
 from diloco_cloud.run.executors import Executors
 from diloco_cloud.run.intents import Start, StartedBy, announce
+from diloco_cloud.run.names import provider_name
 from diloco_cloud.run.observe import Observer
 from diloco_cloud.run.record import Launched, RunRecord, create_json
 from diloco_cloud.run.restarter import Event, EventKind, Restart, Restarter
@@ -36,15 +37,31 @@ ENTRYPOINT = "diloco_cloud.reducer_entrypoint"
 _INTERVAL_S = 0.5
 
 
-def reducers_name(run_id: str) -> str:
+def reducers_name(name: str) -> str:
     """What executors know a run's reducers as: a name that no run can have, with its capital."""
-    return f"{run_id}-R"
+    return f"{name}-R"
 
 
 def reducers_request(
-    spec: RunSpec, run_uri: str, *, indices: Sequence[int] | None = None, attempt: int = 0
+    spec: RunSpec,
+    run_uri: str,
+    *,
+    backend: str | None = None,
+    indices: Sequence[int] | None = None,
+    attempt: int = 0,
+    name: str | None = None,
 ) -> LaunchRequest:
-    """What the executor is asked for, to start ``indices`` (default: all) of a run's reducers."""
+    """What the executor of a backend is asked for, to start a run's reducers.
+
+    Args:
+        spec: of the run.
+        run_uri: of its prefix.
+        backend: default: the run's own.
+        indices: which of them; default: all.
+        attempt: which life of theirs this is.
+        name: what it knows them as; without one, those of a run that could be launched now.
+    """
+    side = spec.on(backend or spec.backend)
     chosen = list(range(spec.reducers) if indices is None else indices)
     return LaunchRequest(
         n_replicas=len(chosen),
@@ -53,12 +70,12 @@ def reducers_request(
         gpu=None,
         timeout=spec.timeout,
         options=LaunchOptions(
-            name=reducers_name(spec.run_id),
+            name=name or reducers_name(provider_name(spec.run_id, run_uri, 0.0)),
             ranks=chosen,
             world_size=spec.reducers,
             attempt=attempt,
-            env=dict(spec.env),
-            secrets=spec.secret_names,
+            env=dict(side.env),
+            secrets=side.secrets,
         ),
     )
 
@@ -167,7 +184,12 @@ class Reducers:
 
     def _launch(self, executor: ServerlessExecutor, start: Start) -> None:
         request = reducers_request(
-            self._run, self._run_uri, indices=start.ranks, attempt=start.attempt
+            self._run,
+            self._run_uri,
+            backend=start.backend,
+            indices=start.ranks,
+            attempt=start.attempt,
+            name=self._record.name,
         )
         start_replicas(
             self._store, self._record, executor, start, request=request, clock=self._clock
@@ -206,7 +228,7 @@ class Reducers:
         if self.count and not self._released and self._store.list(keys.REPLICAS):
             status = self._observer.observe()
             if status.is_terminal:
-                lifecycle.release(status, self._executors)
+                lifecycle.release(status, self._executors, self._record)
                 self._released = True
 
     def stop(self, timeout: float, sleep: Callable[[float], None]) -> None:
@@ -232,7 +254,7 @@ class Reducers:
                     fix="Repeat `down` in a minute.",
                 )
             sleep(_INTERVAL_S)
-        lifecycle.release(status, self._executors)
+        lifecycle.release(status, self._executors, self._record)
 
     def launched(self) -> list[Launched]:
         """All lives that there have been."""
@@ -266,7 +288,7 @@ class _Restarter(Restarter):
 def _as_a_run(record: RunRecord) -> RunRecord:
     """The record of the run that the reducers would be."""
     spec = dataclasses.replace(
-        record.spec, replicas=record.spec.reducers, reducers=0, quorum=None, rounds=None
+        record.spec, replicas=record.spec.reducers, fleet=(), reducers=0, quorum=None, rounds=None
     )
     object.__setattr__(spec, "run_id", reducers_name(record.spec.run_id))
-    return dataclasses.replace(record, spec=spec)
+    return dataclasses.replace(record, spec=spec, name=reducers_name(record.name))

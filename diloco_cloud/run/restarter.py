@@ -208,7 +208,7 @@ class Restarter:
     def _start_or_raise(self, restart: Restart, size: int) -> int | None:
         """Start a replica again; its attempt, or None where it was not ours to start."""
         view = restart.view
-        backend = view.backend or self._record.spec.backend
+        backend = view.backend or self._record.spec.backend_of(view.rank)
         executor = self._executors.get(backend)
         start = Start(
             ranks=[view.rank],

@@ -6,16 +6,20 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from diloco_cloud.errors import UsageError
+from diloco_cloud.executor_registry import require_backend
+from diloco_cloud.run.by_backend import check_counts
 from diloco_cloud.run.executors import Executors
 from diloco_cloud.run.intents import Start, announce
 from diloco_cloud.run.lifecycle import check_ranks
 from diloco_cloud.run.observe import Observer
+from diloco_cloud.run.placing import place
 from diloco_cloud.run.preflight import check_environment, check_trainer
 from diloco_cloud.run.record import RunRecord, change_size
 from diloco_cloud.run.restart import ABANDONED_S
+from diloco_cloud.run.sides import naming
 from diloco_cloud.run.start import start_replicas
 from diloco_cloud.run.status import ReplicaView, RunStatus
 from diloco_cloud.run.views import why_ended
@@ -31,13 +35,17 @@ def resume(
     executors: Executors,
     ranks: Sequence[int] | None = None,
     *,
-    replicas: int | None = None,
+    replicas: int | Mapping[str, int] | None = None,
     backend: str | None = None,
     clock: Callable[[], float] = time.time,
 ) -> list[int]:
     """Start replicas again that have ended, or new ones; see :meth:`diloco_cloud.Run.resume`."""
     status = observer.observe()
     _refuse_finished(status)
+    fleet = None
+    if isinstance(replicas, Mapping):
+        fleet = _checked_fleet(replicas, backend)
+        replicas = sum(fleet.values())
     size = status.size if replicas is None else _new_size(status, ranks, replicas)
     if ranks is not None:
         chosen = _named(status, ranks)
@@ -45,7 +53,7 @@ def resume(
         chosen = _startable(status, size)
         if not chosen and size == status.size:
             _refuse(status)
-    groups = _by_backend(chosen, backend)
+    groups = _by_backend(status.replicas[:size], chosen, backend, fleet)
     for name in groups:
         executors.get(name)
         check_environment(record.spec, name)
@@ -67,7 +75,8 @@ def resume(
         mine = announce(store, start, at=clock())
         if mine:
             start = dataclasses.replace(start, ranks=mine)
-            start_replicas(store, record, executors.get(name), start, clock=clock)
+            with naming(name, record.spec):
+                start_replicas(store, record, executors.get(name), start, clock=clock)
             started += mine
     if chosen and not started:
         raise UsageError(
@@ -75,6 +84,18 @@ def resume(
             fix="Look again with `diloco-cloud status`.",
         )
     return sorted(started)
+
+
+def _checked_fleet(replicas: Mapping[str, int], backend: str | None) -> dict[str, int]:
+    """How many replicas the run is to have on each backend."""
+    if backend is not None:
+        raise UsageError(
+            "the replicas of each backend are given, and one backend for all",
+            fix="Leave one of them out.",
+        )
+    for name in replicas:
+        require_backend(name)
+    return check_counts(replicas)
 
 
 def _new_size(status: RunStatus, ranks: Sequence[int] | None, replicas: int) -> int:
@@ -134,11 +155,21 @@ def _has_ended_early(view: ReplicaView) -> bool:
     return view.state in ("failed", "cancelled")
 
 
-def _by_backend(views: Sequence[ReplicaView], backend: str | None) -> dict[str, list[ReplicaView]]:
-    """Each replica goes where it was, unless another backend is asked for."""
+def _by_backend(
+    all_views: Sequence[ReplicaView],
+    chosen: Sequence[ReplicaView],
+    backend: str | None,
+    fleet: Mapping[str, int] | None,
+) -> dict[str, list[ReplicaView]]:
+    """Each replica goes where it was, unless another backend, or a fleet, is asked for."""
+    places: dict[int, str] = {}
+    if fleet is not None:
+        starting = {view.rank for view in chosen}
+        others = [view for view in all_views if view.rank not in starting]
+        places = place(fleet, others, chosen)
     groups: dict[str, list[ReplicaView]] = {}
-    for view in views:
-        groups.setdefault(backend or view.backend or "", []).append(view)
+    for view in chosen:
+        groups.setdefault(places.get(view.rank) or backend or view.backend or "", []).append(view)
     return groups
 
 

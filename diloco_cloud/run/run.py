@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from diloco_cloud.errors import ConfigError, CorruptError
 from diloco_cloud.executor import ServerlessExecutor, State
 from diloco_cloud.run import lifecycle
-from diloco_cloud.run.executors import Executors
+from diloco_cloud.run.executors import Executors, Given
 from diloco_cloud.run.follow import read_logs
 from diloco_cloud.run.logs import LogLine
 from diloco_cloud.run.observe import Observer
@@ -42,7 +42,8 @@ class Run:
     Args:
         store: the run's own prefix.
         record: what its ``run.json`` says.
-        executor: of the spec's backend; default: the registry's, when it is first needed.
+        executor: of the spec's backend, or several by backend; default: the registry's, when they
+            are first needed.
         clock: seconds since the epoch.
         sleep: waits for so many seconds.
     """
@@ -52,7 +53,7 @@ class Run:
         store: ObjectStore,
         record: RunRecord,
         *,
-        executor: ServerlessExecutor | None = None,
+        executor: Given = None,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -71,7 +72,7 @@ class Run:
         store_uri: str | os.PathLike[str],
         run_id: str,
         *,
-        executor: ServerlessExecutor | None = None,
+        executor: Given = None,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> Run:
@@ -96,6 +97,11 @@ class Run:
     @property
     def run_id(self) -> str:
         return self._record.spec.run_id
+
+    @property
+    def provider_name(self) -> str:
+        """What its replicas' names begin with where they run."""
+        return self._record.name
 
     @property
     def spec(self) -> RunSpec:
@@ -134,7 +140,7 @@ class Run:
         """What the prefix and the executor say now."""
         status = self._observer.observe()
         if status.is_terminal:
-            lifecycle.release(status, self._executors)
+            lifecycle.release(status, self._executors, self._record)
             self._reducers.release()
         return status
 
@@ -227,15 +233,15 @@ class Run:
         self,
         ranks: Sequence[int] | None = None,
         *,
-        replicas: int | None = None,
+        replicas: int | Mapping[str, int] | None = None,
         backend: str | None = None,
     ) -> list[int]:
         """Start replicas that have ended again, with the same spec; returns their ranks.
 
         Args:
             ranks: default: all that have failed, were cancelled or were never started.
-            replicas: how many the run is to have from now on. More are started, be the others
-                running or not; those beyond retire, and must have ended.
+            replicas: how many the run is to have from now on, or how many on each backend. More
+                are started, be the others running or not; those beyond retire, and must have ended.
             backend: where to start them; default: where each of them was before.
 
         Raises:

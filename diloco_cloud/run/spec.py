@@ -8,43 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 from blake3 import blake3
 
 from diloco_cloud import horizon
-from diloco_cloud.codec_registry import require_codec
 from diloco_cloud.errors import ConfigError
 from diloco_cloud.horizon import OuterOptimizer, OuterStep
+from diloco_cloud.run.fleet import (
+    DEFAULT_BACKEND,
+    DEFAULT_REPLICAS,
+    Side,
+    check_fleet,
+    ranks_by_backend,
+)
+from diloco_cloud.run.spec_checks import Merge, Reduction, Weighting, check_types, check_values
 
 SPEC_VERSION = 1
-_AT_LEAST_1 = (
-    "replicas",
-    "sync_every",
-    "rounds",
-    "fragments",
-    "snapshot_every",
-    "quorum",
-    "timeout",
-)
 #: Given together, or decided by ``outer_optimizer``.
 _OUTER = ("outer_lr", "outer_momentum", "nesterov")
-_OPTIONAL = ("rounds", "quorum", "grace", "outlier_norm", *_OUTER)
-_POSITIVE = ("round_timeout", "join_timeout", "heartbeat", "outer_lr")
-_NUMBERS = (
-    "grace",
-    "round_timeout",
-    "join_timeout",
-    "heartbeat",
-    "outlier_norm",
-    "outer_lr",
-    "outer_momentum",
-    "fragment_update_alpha",
-)
 #: Settings that a trainer is given if its signature names them.
 TRAINER_SETTINGS = (
     "sync_every",
@@ -55,23 +39,8 @@ TRAINER_SETTINGS = (
     *_OUTER,
     "seed",
 )
-#: More add nothing: each takes chunks of a round, and a fast link carries many replicas' worth.
-MOST_REDUCERS = 64
 #: Variable that holds the key of a signed run; sent to replicas as a secret.
 RUN_KEY_ENV = "DILOCO_RUN_KEY"
-#: Run ids name provider jobs too, so they keep to what all providers accept.
-RUN_ID = re.compile(r"[a-z][a-z0-9-]{0,38}[a-z0-9]")
-
-Reduction: TypeAlias = Literal["auto", "all-gather", "sharded"]
-Merge: TypeAlias = Literal["mean", "rda"]
-Weighting: TypeAlias = Literal["tokens", "equal", "quality"]
-#: Settings that are one of a few words.
-_WORDS: dict[str, tuple[str, ...]] = {
-    "reduction": get_args(Reduction),
-    "merge": get_args(Merge),
-    "weighting": get_args(Weighting),
-    "outer_optimizer": get_args(OuterOptimizer),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +49,13 @@ class RunSpec:
 
     Attributes:
         run_id: the last segment of the run's prefix.
-        backend: entry-point name of the executor.
+        backend: entry-point name of the executor; where there is a fleet, one of its, by default
+            the first.
         backend_args: by backend, keyword arguments of its executor. Never put a secret here: it is
             stored.
-        replicas: number of ranks.
+        replicas: number of ranks; that of the fleet, where there is one.
+        fleet: what is on which backend, in the order of ranks; empty where all replicas are on
+            ``backend``, with the same settings.
         trainer: "package.module:function", called as ``train(*, manager, rank,
             world_size, **trainer_args)``.
         trainer_args: JSON values, passed to the trainer as keywords.
@@ -126,13 +98,15 @@ class RunSpec:
         gpu: per replica, in the backend's own words.
         timeout: seconds a replica may run.
         env: added to each replica's environment. Never put a secret here: it is stored.
-        secrets: names of environment variables sent by the provider's secret channel.
+        secrets: names of variables sent by the provider's secret channel. Their values come from
+            the launcher's variables of the same name, or of another: "NAME=SOURCE".
     """
 
     run_id: str
-    backend: str = "local"
+    backend: str = DEFAULT_BACKEND
     backend_args: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    replicas: int = 4
+    replicas: int = DEFAULT_REPLICAS
+    fleet: Sequence[Side] = ()
     trainer: str = "diloco_cloud.trainers.language_model:train"
     trainer_args: Mapping[str, Any] = field(default_factory=dict)
     sync_every: int = 500
@@ -168,14 +142,21 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "secrets", tuple(self.secrets))
-        _check_types(self)
+        object.__setattr__(self, "fleet", tuple(self.fleet))
+        check_types(self)
+        replicas, backend = check_fleet(self.fleet, self.replicas, self.backend)
+        object.__setattr__(self, "replicas", replicas)
+        object.__setattr__(self, "backend", backend)
         _settle_outer_step(self)
-        _validate(self)
+        check_values(self)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; the inverse of :meth:`from_json`."""
-        values = dataclasses.asdict(self)
-        return {**values, "secrets": list(self.secrets)}
+        values = {**dataclasses.asdict(self), "secrets": list(self.secrets)}
+        if self.fleet:
+            return {**values, "fleet": [side.to_json() for side in self.fleet]}
+        del values["fleet"]  # as before there were any: such a run has the same digest
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RunSpec:
@@ -184,13 +165,10 @@ class RunSpec:
         Raises:
             ConfigError: a key this version does not know, or a value out of range.
         """
-        unknown = sorted(set(values) - {f.name for f in dataclasses.fields(cls)})
-        if unknown:
-            raise ConfigError(
-                f"the run's spec has unknown settings: {', '.join(unknown)}",
-                fix="It was written by another version of diloco-cloud; use that version.",
-            )
-        spec = cls(**values)
+        _refuse_unknown(cls, values)
+        for side in (sides := values.get("fleet", ())):
+            _refuse_unknown(Side, side)
+        spec = cls(**{**values, "fleet": [Side(**side) for side in sides]})
         if values.get("outer_optimizer") == "auto":
             # The launcher's choice stands, also where another version would choose otherwise.
             for name in ("outer_optimizer", *_OUTER):
@@ -216,103 +194,34 @@ class RunSpec:
         return OuterStep(self.outer_lr, self.outer_momentum, self.nesterov)
 
     @property
+    def ranks_by_backend(self) -> dict[str, range]:
+        """The ranks that are launched on each backend, in order."""
+        return ranks_by_backend(self.fleet) or {self.backend: range(self.replicas)}
+
+    def backend_of(self, rank: int) -> str:
+        """Where a rank is launched; one that the run has grown by, on ``backend``."""
+        places = self.ranks_by_backend.items()
+        return next((backend for backend, ranks in places if rank in ranks), self.backend)
+
+    def on(self, backend: str) -> Side:
+        """All that replicas on one backend are given: its own settings, and everybody's."""
+        own = next((side for side in self.fleet if side.backend == backend), Side(backend))
+        all_of_it = own.over(Side(backend, 0, self.gpu, self.env, tuple(self.secrets)))
+        if self.signed and RUN_KEY_ENV not in all_of_it.secret_names:
+            key = (*all_of_it.secrets, RUN_KEY_ENV)
+            return dataclasses.replace(all_of_it, secrets=key)
+        return all_of_it
+
+    @property
     def secret_names(self) -> tuple[str, ...]:
         """Of all variables that replicas get by the provider's secret channel."""
-        own = (RUN_KEY_ENV,) if self.signed and RUN_KEY_ENV not in self.secrets else ()
-        return (*self.secrets, *own)
+        return self.on(self.backend).secret_names
 
     @property
     def digest(self) -> str:
         """Hex BLAKE3 (128 bits) of the canonical JSON."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return blake3(text.encode()).hexdigest(length=16)
-
-
-def _validate(spec: RunSpec) -> None:
-    """Raise ``ConfigError`` for the first value that cannot work."""
-
-    def check(ok: bool, message: str, fix: str) -> None:
-        if not ok:
-            raise ConfigError(message, fix=fix)
-
-    check(
-        RUN_ID.fullmatch(spec.run_id) is not None,
-        f"{spec.run_id!r} cannot be a run id",
-        "Use 2 to 40 lower-case letters, digits and dashes, beginning with a letter.",
-    )
-    for name in _AT_LEAST_1:
-        value = getattr(spec, name)
-        check(value is None or value >= 1, f"{name} is {value!r}", "It must be at least 1.")
-    for name in _POSITIVE:
-        value = getattr(spec, name)
-        check(value > 0, f"{name} is {value!r}", "It must be positive.")
-    check(
-        spec.quorum is None or spec.quorum <= spec.replicas,
-        f"quorum {spec.quorum} is more than the {spec.replicas} replicas",
-        "Ask for at most as many contributions as there are replicas.",
-    )
-    check(
-        spec.grace is None or spec.grace >= 0,
-        f"grace is {spec.grace!r}",
-        "It must be at least 0 seconds.",
-    )
-    check(
-        0 <= spec.reducers <= MOST_REDUCERS,
-        f"reducers is {spec.reducers!r}",
-        f"It must be between 0 and {MOST_REDUCERS}.",
-    )
-    check(
-        not (spec.reducers and spec.reduction == "all-gather"),
-        f"{spec.reducers} reducers would have nothing to do: reduction is all-gather",
-        'Set reduction to "auto" or "sharded", or leave reducers out.',
-    )
-    require_codec(spec.codec)
-    check(
-        not (spec.merge == "rda" and spec.codec == "sparse"),
-        "merge rda does not go with the codec sparse",
-        "The few values that sparse sends would be stretched to the length of all: use mean.",
-    )
-    check(
-        spec.max_restarts >= 0, f"max_restarts is {spec.max_restarts!r}", "It must be at least 0."
-    )
-    check(
-        spec.outlier_norm is None or spec.outlier_norm > 1,
-        f"outlier_norm is {spec.outlier_norm!r}",
-        "It must be above 1: a multiple of the median norm.",
-    )
-    check(
-        0 <= spec.outer_step.momentum < 1,
-        f"outer_momentum is {spec.outer_momentum!r}",
-        "It must be at least 0 and below 1.",
-    )
-    check(
-        not (spec.nesterov and spec.outer_step.momentum == 0),
-        "nesterov needs a momentum",
-        "Set outer_momentum above 0, or nesterov to false.",
-    )
-    check(
-        0 <= spec.fragment_update_alpha <= 1,
-        f"fragment_update_alpha is {spec.fragment_update_alpha!r}",
-        "It must be between 0 and 1.",
-    )
-    check(
-        spec.sync_every % spec.fragments == 0,
-        f"sync_every {spec.sync_every} is not divisible by {spec.fragments} fragments",
-        "Fragments are synchronised in turn, one every sync_every / fragments steps.",
-    )
-    check(
-        0 <= spec.fragment_sync_delay < spec.sync_every // spec.fragments,
-        f"fragment_sync_delay is {spec.fragment_sync_delay!r}",
-        "It must be at least 0 and below sync_every / fragments.",
-    )
-    _check_trainer_name(spec.trainer)
-    for name in ("trainer_args", "backend_args"):
-        try:
-            json.dumps(getattr(spec, name))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{name} are not JSON: {error}", fix="Use strings, numbers, lists and tables."
-            ) from None
 
 
 def _settle_outer_step(spec: RunSpec) -> None:
@@ -328,53 +237,11 @@ def _settle_outer_step(spec: RunSpec) -> None:
         object.__setattr__(spec, name, value)
 
 
-def _check_types(spec: RunSpec) -> None:
-    """Raise ``ConfigError`` for a setting of the wrong type; what is compared later is a number."""
-    wanted: dict[str, tuple[Callable[[object], bool], str]] = {
-        **dict.fromkeys(
-            ("seed", "fragment_sync_delay", "max_restarts", "reducers", *_AT_LEAST_1),
-            (_is_int, "a whole number"),
-        ),
-        **dict.fromkeys(_NUMBERS, (_is_number, "a number")),
-        **dict.fromkeys(("nesterov", "checkpoint_inner", "signed"), (_is_bool, "true or false")),
-    }
-    for name, (is_right, kind) in wanted.items():
-        value = getattr(spec, name)
-        if not is_right(value) and not (name in _OPTIONAL and value is None):
-            raise ConfigError(f"{name} is {value!r}", fix=f"It must be {kind}.")
-    for name, words in _WORDS.items():
-        if getattr(spec, name) not in words:
-            *others, last = (f'"{word}"' for word in words)
-            raise ConfigError(
-                f"{name} is {getattr(spec, name)!r}",
-                fix=f"It must be {', '.join(others)} or {last}.",
-            )
-
-
-def _check_trainer_name(trainer: str) -> None:
-    module, _, function = trainer.partition(":")
-    if "/" in module or module.endswith(".py"):
-        path = PurePosixPath(module).with_suffix("")
-        inside = not path.is_absolute() and ".." not in path.parts
-        name = f"{'.'.join(path.parts) if inside else path.name}:{function or 'train'}"
-        where = "" if inside else f", and launch from {path.parent}"
+def _refuse_unknown(kind: type[RunSpec] | type[Side], values: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` for a key that this version does not know."""
+    unknown = sorted(set(values) - {f.name for f in dataclasses.fields(kind)})
+    if unknown:
         raise ConfigError(
-            f"the trainer {trainer!r} is a path, and a trainer is named by its module",
-            fix=f"Write {name}{where}.",
+            f"the run's spec has unknown settings: {', '.join(unknown)}",
+            fix="It was written by another version of diloco-cloud; use that version.",
         )
-    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", trainer) is None:
-        raise ConfigError(
-            f"{trainer!r} does not name a trainer", fix='Write "package.module:function".'
-        )
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

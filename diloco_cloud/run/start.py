@@ -17,6 +17,7 @@ from diloco_cloud.errors import DilocoError, LaunchError, UsageError
 from diloco_cloud.executor import LaunchOptions, ReplicaHandle, ServerlessExecutor
 from diloco_cloud.run.intents import Start, kept_fresh
 from diloco_cloud.run.lives import read_lives
+from diloco_cloud.run.names import provider_name
 from diloco_cloud.run.record import Launched, RunRecord, create_json, write_launched
 from diloco_cloud.run.spec import RunSpec
 from diloco_cloud.store.base import ObjectStore
@@ -68,27 +69,47 @@ def build_request(
     spec: RunSpec,
     run_uri: str,
     *,
+    backend: str | None = None,
     ranks: Sequence[int] | None = None,
     attempt: int = 0,
     world_size: int | None = None,
+    name: str | None = None,
 ) -> LaunchRequest:
-    """What the executor is asked for, to start ``ranks`` (default: all) of a run."""
-    chosen = list(range(spec.replicas) if ranks is None else ranks)
+    """What the executor of a backend is asked for, to start replicas of a run there.
+
+    Args:
+        spec: of the run.
+        run_uri: of its prefix.
+        backend: default: the run's own.
+        ranks: default: those that are launched on that backend.
+        attempt: which life of theirs this is.
+        world_size: how many replicas the run has; default: as many as are launched.
+        name: that of the run's record; without one, of a run that could be launched now.
+    """
+    side = spec.on(backend or spec.backend)
+    chosen = list(spec.ranks_by_backend.get(side.backend, ()) if ranks is None else ranks)
     return LaunchRequest(
         n_replicas=len(chosen),
         entrypoint=ENTRYPOINT,
         entrypoint_args={"rendezvous_uri": run_uri, "spec_hash": spec.digest},
-        gpu=spec.gpu,
+        gpu=side.gpu,
         timeout=spec.timeout,
         options=LaunchOptions(
-            name=spec.run_id,
+            name=name or provider_name(spec.run_id, run_uri, 0.0),
             ranks=chosen,
             world_size=spec.replicas if world_size is None else world_size,
             attempt=attempt,
-            env=dict(spec.env),
-            secrets=spec.secret_names,
+            env=dict(side.env),
+            secrets=side.secrets,
+            imports=_imports(spec.trainer),
         ),
     )
+
+
+def _imports(trainer: str) -> tuple[str, ...]:
+    """The modules that replicas need besides this package."""
+    module = trainer.partition(":")[0]
+    return () if module.partition(".")[0] == __name__.partition(".")[0] else (module,)
 
 
 def start_replicas(
@@ -99,7 +120,7 @@ def start_replicas(
     *,
     request: LaunchRequest | None = None,
     clock: Callable[[], float] = time.time,
-) -> None:
+) -> list[ReplicaHandle]:
     """Start replicas that were announced, recording each handle as it comes; all or none.
 
     Args:
@@ -123,9 +144,11 @@ def start_replicas(
         request = build_request(
             record.spec,
             store.uri,
+            backend=start.backend,
             ranks=start.ranks,
             attempt=start.attempt,
             world_size=start.world_size,
+            name=record.name,
         )
     try:
         with import_path(record.directory), kept_fresh(store, start, at=clock()):
@@ -135,7 +158,7 @@ def start_replicas(
             if handle.rank not in recorded:
                 record_handle(handle)
     except BaseException as error:  # Ctrl-C too must not leave billed replicas behind
-        _roll_back(store, executor, started, start, error, clock())
+        roll_back(store, executor, started, start, error, at=clock())
         if isinstance(error, Exception) and not isinstance(error, DilocoError):
             raise LaunchError(
                 f"backend {start.backend!r} failed to start the replicas: {error}",
@@ -143,6 +166,7 @@ def start_replicas(
             ) from error
         raise
     _cancel_unwanted(store, executor, started, start.attempt)
+    return started
 
 
 def _cancel_unwanted(
@@ -158,13 +182,14 @@ def _cancel_unwanted(
             executor.cancel(handle)
 
 
-def _roll_back(
+def roll_back(
     store: ObjectStore,
     executor: ServerlessExecutor,
     started: Sequence[ReplicaHandle],
     start: Start,
     cause: BaseException,
-    now: float,
+    *,
+    at: float,
 ) -> None:
     """Cancel what was started and say in the prefix what happened; never raises."""
     for handle in started:
@@ -185,7 +210,7 @@ def _roll_back(
             "traceback": None,
             "result": None,
             "digest": None,
-            "ended_at": now,
+            "ended_at": at,
         }
         try:
             create_json(store, keys.outcome(rank, start.attempt), values)

@@ -78,7 +78,9 @@ class RunStatus:
     an average is made of.
 
     Attributes:
-        backend: that the run was launched on.
+        backend: that the run was launched on; where that was a fleet, its first, or the one that
+            was chosen from it.
+        backends: where its replicas are, in the order of ranks; without those that have retired.
         state: see :func:`run_state`.
         replicas: by rank, all that there ever were.
         size: how many the run has now: those with ranks from ``size`` on have retired.
@@ -106,6 +108,7 @@ class RunStatus:
     rounds: int | None
     missing: tuple[tuple[int, str], ...]
     created_at: float
+    backends: tuple[str, ...] = ()
     alive: tuple[int, ...] = ()
     breadth: float | None = None
     rounds_kept: int = 0
@@ -153,6 +156,12 @@ def run_state(states: Sequence[State]) -> State:
     """
     order: tuple[State, ...] = ("running", "pending", "unknown", "failed", "succeeded")
     return next((state for state in order if state in states), "cancelled")
+
+
+def places(views: Sequence[ReplicaView]) -> tuple[str, ...]:
+    """The backends of replicas that have not retired, each once, in the order of ranks."""
+    backends = (view.backend for view in views if not view.retired)
+    return tuple(dict.fromkeys(backend for backend in backends if backend is not None))
 
 
 def counted_states(views: Sequence[ReplicaView], *, over: bool, supervised: bool) -> list[State]:

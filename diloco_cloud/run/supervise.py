@@ -149,7 +149,7 @@ class Supervisor:
             # supervisor would start again, and this one won't, has.
             ended = all(view.ended or view.retired for view in status.replicas)
             if not more and (status.is_terminal or ended):
-                release(status, self._executors)
+                release(status, self._executors, self._record)
                 self._reducers.end()
                 return
             self._sleep(interval)
@@ -157,7 +157,7 @@ class Supervisor:
     def _require_backends(self, status: RunStatus) -> None:
         """Find out at once, not at the first death, that replicas can't be started from here."""
         for view in status.replicas:
-            backend = view.backend or self._record.spec.backend
+            backend = view.backend or self._record.spec.backend_of(view.rank)
             if not view.retired and backend not in self._checked:
                 self._executors.get(backend)
                 check_environment(self._record.spec, backend)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import asdict
 
 import pytest
 
-from diloco_cloud.executor import LaunchOptions, PreviewsLaunch, ServerlessExecutor
+from diloco_cloud.executor import LaunchOptions, PreviewsLaunch, ReplicaHandle, ServerlessExecutor
 from diloco_cloud.testing.contract_base import ContractBase
+from diloco_cloud.testing.crash_reports import readable
 from diloco_cloud.testing.fleet import PROGRAMS, Fleet
 
 SECRET_NAME = "CONTRACT_SUITE_SECRET"
+#: The launcher's variable that the replica's takes its value from.
+SOURCE_NAME = "CONTRACT_SUITE_SOURCE"
 SECRET = "canary-9f3d21c07b-in-the-mine"
 
 
@@ -59,10 +63,11 @@ class OutputContract(ContractBase):
         ]
 
     def test_secret_reaches_the_replica_and_nobody_else(
-        self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+        self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setenv(SECRET_NAME, SECRET)
-        options = LaunchOptions(secrets=[SECRET_NAME])
+        monkeypatch.setenv(SOURCE_NAME, SECRET)
+        caplog.set_level(logging.DEBUG)  # of SDKs too
+        options = LaunchOptions(secrets=[f"{SECRET_NAME}={SOURCE_NAME}"])
         (handle,) = fleet.launch("fingerprint", options=options, name=SECRET_NAME)
         assert fleet.told(handle) == hashlib.sha256(SECRET.encode()).hexdigest()
         (result,) = fleet.collect([handle])
@@ -72,8 +77,22 @@ class OutputContract(ContractBase):
             repr(fleet.executor),
             repr(vars(fleet.executor)),
             fleet.executor.stream_logs(handle),
+            caplog.text,
         ]
         assert [text for text in seen if SECRET in text] == []
+
+    def test_secret_is_in_no_error(self, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nor in a local variable on its way, which tools that report crashes show."""
+
+        def refuse(handle: ReplicaHandle) -> None:
+            raise RuntimeError(f"nobody wants replica {handle.rank}")
+
+        monkeypatch.setenv(SECRET_NAME, SECRET)
+        options = LaunchOptions(secrets=[SECRET_NAME], on_launched=refuse)
+        with pytest.raises(RuntimeError, match="nobody wants replica 0") as caught:
+            fleet.launch("sleep", options=options)
+        lines = readable(caught.value).splitlines()
+        assert [line for line in lines if SECRET in line] == []
 
     def test_secret_is_in_no_preview(
         self, executor: ServerlessExecutor, monkeypatch: pytest.MonkeyPatch

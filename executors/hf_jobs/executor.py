@@ -91,6 +91,7 @@ class HFJobsExecutor:
             labels=labels or {},
             resource_group=resource_group,
             grace=grace,
+            brings_own=image is not None or install is not None,
         )
         self._clock = clock
         self._sleep = sleep

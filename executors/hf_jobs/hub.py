@@ -7,10 +7,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
 from diloco_cloud.errors import ConfigError, LaunchError, MissingDependencyError, UsageError
+from diloco_cloud.secrets import Secret, redacted, revealed
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +88,19 @@ class Hub:
         return [one.name for one in self._retried(self._api.list_jobs_hardware)]
 
     def create(self, namespace: str, arguments: Mapping[str, Any]) -> Any:
-        """Start a job; never repeated here, as a job may have been started all the same."""
-        secrets = tuple((arguments.get("secrets") or {}).values())
-        return self._call(lambda: self._api.run_job(namespace=namespace, **arguments), secrets)
+        """Start a job; never repeated here, as a job may have been started all the same.
+
+        Args:
+            namespace: whose it is.
+            arguments: see ``JobRequest.arguments``; its secrets are revealed here.
+        """
+        secrets: Mapping[str, Secret] = arguments["secrets"] or {}
+
+        def run_job() -> Any:
+            values = revealed(secrets) or None
+            return self._api.run_job(namespace=namespace, **{**arguments, "secrets": values})
+
+        return self._call(run_job, secrets.values())
 
     def inspect(self, namespace: str, job_id: str) -> Any:
         """One job.
@@ -148,14 +159,15 @@ class Hub:
                 self._sleep(pause)
         return self._call(request)
 
-    def _call(self, request: Callable[[], _T], secrets: Sequence[str] = ()) -> _T:
+    def _call(self, request: Callable[[], _T], secrets: Iterable[Secret] = ()) -> _T:
         try:
             return bounded(request, self._timeout_s)
         except (HubUnreachable, UsageError):
             raise
         except Exception as error:
-            # Without the SDK's own, which holds the request, and what the hub quotes of it.
-            raise _translated(error, secrets) from None
+            failure = _translated(error, secrets)
+        # Out of the handler, without a trace of the SDK's own, which holds the request.
+        raise failure
 
 
 def bounded(call: Callable[[], _T], seconds: float) -> _T:
@@ -185,12 +197,12 @@ def bounded(call: Callable[[], _T], seconds: float) -> _T:
     return value  # type: ignore[return-value]
 
 
-def _translated(error: Exception, secrets: Sequence[str]) -> Exception:
+def _translated(error: Exception, secrets: Iterable[Secret]) -> Exception:
     """One of ours for what huggingface_hub and its HTTP client raise.
 
     Args:
         error: theirs.
-        secrets: values that the hub may quote, and nobody is to see.
+        secrets: whose values the hub may quote.
     """
     from huggingface_hub.errors import HfHubHTTPError, JobNotFoundError, LocalTokenNotFoundError
 
@@ -202,9 +214,7 @@ def _translated(error: Exception, secrets: Sequence[str]) -> Exception:
     if not isinstance(error, HfHubHTTPError):
         return HubUnreachable(f"the hub cannot be reached ({type(error).__name__})")
     status = error.response.status_code if error.response is not None else 0
-    text = error.server_message or str(error)
-    for secret in filter(None, secrets):
-        text = text.replace(secret, "***")
+    text = redacted(error.server_message or str(error), secrets)
     text = text.strip().split("\n", 1)[0][:300]
     if isinstance(error, JobNotFoundError):
         return JobUnknown(text, 404)

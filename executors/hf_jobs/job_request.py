@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -13,6 +14,7 @@ from diloco_cloud.errors import ConfigError
 from diloco_cloud.executor import TERM_GRACE_ENV
 from diloco_cloud.launch_request import LaunchRequest
 from diloco_cloud.replica_command import replica_command
+from diloco_cloud.secrets import Secret
 
 #: Labels that find a run's jobs again. The hub lists by labels, and gives no job a name of its own.
 RUN_LABEL: Final = "diloco-run"
@@ -34,7 +36,11 @@ HIDDEN: Final = "(sent as a secret)"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a user says of the jobs; see :class:`HFJobsExecutor`."""
+    """What a user says of the jobs; see :class:`HFJobsExecutor`.
+
+    Attributes:
+        brings_own: whether image or ``install`` are the user's, and may have a trainer of theirs.
+    """
 
     hardware: str = DEFAULT_HARDWARE
     image: str = DEFAULT_IMAGE
@@ -45,6 +51,7 @@ class Settings:
     labels: Mapping[str, str] = field(default_factory=dict)
     resource_group: str | None = None
     grace: float = 10.0
+    brings_own: bool = True
 
     def __post_init__(self) -> None:
         texts = ("hardware", "image", "install", "python", "namespace", "resource_group")
@@ -77,7 +84,7 @@ class JobRequest:
         rank: of the replica.
         name: shown by the hub.
         labels: find the job again.
-        secrets: their values go into the request's ``secrets`` and nowhere else.
+        secrets: revealed where they are sent, as the request's ``secrets`` and nowhere else.
     """
 
     rank: int
@@ -90,10 +97,10 @@ class JobRequest:
     attempts: int
     labels: Mapping[str, str]
     resource_group: str | None
-    secrets: Mapping[str, str] = field(repr=False)
+    secrets: Mapping[str, Secret]
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of ``run_job``, without the namespace."""
+        """Keyword arguments of ``Hub.create``: of ``run_job``, with secrets still secret."""
         return {
             "image": self.image,
             "command": list(self.command),
@@ -138,6 +145,12 @@ def build_requests(
     """
     _check_label("the run's name", name)
     _check_variables(request)
+    if request.imports and not settings.brings_own:
+        raise ConfigError(
+            f"the trainer's module {request.imports[0]!r} would not be in {settings.image}",
+            fix="Name an image that has it, --backend-arg image=…, or something for pip that "
+            "brings it and diloco-cloud, --backend-arg install=…",
+        )
     command = replica_command(request, python=settings.python)
     if settings.install is not None:
         # The first word after the script is its $0, and needs no quotes of ours.
@@ -187,8 +200,15 @@ def _check_variables(request: LaunchRequest) -> None:
                 fix="It must begin with a letter, go on with letters, digits and underscores, "
                 "and have 2 characters or more.",
             )
-    if request.secrets and os.environ.get("HF_DEBUG", "").upper() in ("1", "TRUE", "YES", "ON"):
+    if request.secrets and _prints_requests():
         raise ConfigError(
             "HF_DEBUG is set, with which huggingface_hub prints the secrets it sends",
             fix="unset HF_DEBUG",
         )
+
+
+def _prints_requests() -> bool:
+    """Whether huggingface_hub was told to, or will be as soon as it is imported."""
+    loaded = sys.modules.get("huggingface_hub.constants")
+    said = os.environ.get("HF_DEBUG", "").upper() in ("1", "TRUE", "YES", "ON")
+    return said or bool(getattr(loaded, "HF_DEBUG", False))

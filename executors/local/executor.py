@@ -32,7 +32,8 @@ from diloco_cloud.executors.local.state import (
     default_state_dir,
     recorded_handles,
 )
-from diloco_cloud.launch_request import check_launch
+from diloco_cloud.launch_request import LaunchRequest, check_launch
+from diloco_cloud.secrets import revealed
 
 logger = logging.getLogger(__name__)
 
@@ -116,21 +117,26 @@ class LocalProcessExecutor:
         return handles
 
     def _start(self, launch: PreparedLaunch, rank: int) -> ReplicaHandle:
-        request = launch.request
+        try:
+            replica = launch.start(rank, self._environment(launch.request, rank))
+        except OSError as error:
+            failure = LaunchError(f"replica {rank} did not start: {error}")
+        except LaunchError as error:
+            failure = LaunchError(error.message, fix=error.fix)
+        else:
+            logger.debug("replica %d is process %d; log in %s", rank, replica.pid, replica.log)
+            return replica.handle(rank)
+        raise failure  # made anew: frames of the other one hold the environment
+
+    def _environment(self, request: LaunchRequest, rank: int) -> dict[str, str]:
         grace = {TERM_GRACE_ENV: f"{self._grace:g}"}
-        environment = replica_environment(
+        return replica_environment(
             os.environ,
-            {**request.environment(rank), **request.secrets, **grace},
+            {**request.environment(rank), **revealed(request.secrets), **grace},
             rank=rank,
             cpu_threads=self._cpu_threads,
             devices=cuda_devices(),
         )
-        try:
-            replica = launch.start(rank, environment)
-        except OSError as error:
-            raise LaunchError(f"replica {rank} did not start: {error}") from error
-        logger.debug("replica %d is process %d; log in %s", rank, replica.pid, replica.log)
-        return replica.handle(rank)
 
     def _roll_back(self, handles: Sequence[ReplicaHandle]) -> None:
         for handle in handles:

@@ -12,6 +12,7 @@ from diloco_cloud.executors.modal.container import run_replica
 from diloco_cloud.executors.modal.plan import FUNCTION, ModalPlan
 from diloco_cloud.executors.modal.session import Session
 from diloco_cloud.executors.modal.settings import ModalSettings
+from diloco_cloud.secrets import Secret, revealed
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def own_function(session: Session, settings: ModalSettings) -> Place:
 
 
 def deploy(
-    session: Session, plan: ModalPlan, settings: ModalSettings, secrets: Mapping[str, str]
+    session: Session, plan: ModalPlan, settings: ModalSettings, secrets: Mapping[str, Secret]
 ) -> Place:
     """Deploy the run's App, or a new version of it; replicas that run in the old one go on.
 
@@ -59,12 +60,12 @@ def deploy(
         session: with Modal.
         plan: what to deploy.
         settings: of the executor.
-        secrets: values of the plan's ``secret_keys``; sent as a Secret, and nowhere else.
+        secrets: the plan's ``secret_keys``; revealed to a Secret of Modal's, and nowhere else.
     """
     modal = session.modal
     is_new = session.app(plan.app) is None
     app = modal.App(plan.app, tags=plan.tags, include_source=False)
-    sent = [modal.Secret.from_dict(dict(secrets))] if secrets else []
+    sent = [modal.Secret.from_dict(revealed(secrets))] if secrets else []
     function = app.function(
         image=_image(session, plan, settings),
         secrets=[*map(session.secret, plan.modal_secrets), *sent],

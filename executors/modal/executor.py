@@ -22,7 +22,7 @@ from diloco_cloud.executors.modal import app as apps
 from diloco_cloud.executors.modal import logs, recovery, sdk
 from diloco_cloud.executors.modal.calls import Look, look
 from diloco_cloud.executors.modal.plan import ModalPlan, app_name, plan_launch
-from diloco_cloud.executors.modal.session import PATIENCE_S, Session
+from diloco_cloud.executors.modal.session import Session
 from diloco_cloud.executors.modal.settings import DEFAULT_EXTRAS, ModalSettings
 from diloco_cloud.launch_request import LaunchRequest, check_launch
 
@@ -46,13 +46,14 @@ class ModalExecutor:
         memory: MiB.
         region: "us-east", or several.
         cloud: "aws", "gcp", "oci", "azure" or "auto".
-        modules: of the user's own, to be mounted: the trainer's, for example.
+        modules: of the user's own, to be mounted besides the trainer's.
         extras: of this package, for the default image.
         modal_secrets: names of Secrets that are kept at Modal.
         environment: of Modal's; default: the SDK's.
         startup_timeout: seconds a container may take to start, the image's transfer included.
         function: "app/function" that is deployed, or a ``modal.Function``, to be called instead of
             one of ours, with ``rank`` and ``job``; see :func:`.container.run_replica`.
+        request_timeout_s: seconds after which a request to Modal has failed.
         client: of the SDK; default: the one of its environment.
         clock: seconds from any origin, for ``collect``.
         sleep: waits that many seconds.
@@ -80,6 +81,7 @@ class ModalExecutor:
         environment: str | None = None,
         startup_timeout: int = 1800,
         function: str | modal.Function[Any, Any, Any] | None = None,
+        request_timeout_s: float = 20.0,
         client: modal.Client | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -98,7 +100,7 @@ class ModalExecutor:
             startup_timeout=startup_timeout,
             function=function,
         )
-        self._session = Session(client, environment)
+        self._session = Session(client, environment, request_timeout_s)
         self._clock = clock
         self._sleep = sleep
         self._deploying = threading.Lock()
@@ -183,7 +185,10 @@ class ModalExecutor:
             raise
         except Exception as error:
             doing = "find the function" if own else "deploy the replicas' function"
-            raise sdk.translated(error, doing) from error
+            failure = sdk.translated(error, doing, request.secrets.values())
+            cause = None if request.secrets else error
+        # Out of the handler: the SDK's error and its frames hold the secrets, if there are any.
+        raise failure from cause
 
     def _call_all(
         self, place: apps.Place, plan: ModalPlan, request: LaunchRequest, options: LaunchOptions
@@ -229,7 +234,9 @@ class ModalExecutor:
             return Look(ReplicaStatus("failed", reason="lost", message=message))
         session = self._session
         try:
-            return sdk.bounded(lambda: look(session.modal, session.client, call_id), PATIENCE_S)
+            return sdk.bounded(
+                lambda: look(session.modal, session.client, call_id), session.patience_s
+            )
         except Exception as error:  # a question that failed says nothing about the replica
             message = f"Modal cannot be asked: {sdk.first_line(error)}"
             return Look(ReplicaStatus("unknown", message=message))
@@ -287,7 +294,7 @@ class ModalExecutor:
             with contextlib.suppress(session.modal.exception.NotFoundError):
                 session.call(call_id).cancel()
 
-        session.ask(cancel, f"cancel replica {handle.rank}", patience_s=3 * PATIENCE_S)
+        session.ask(cancel, f"cancel replica {handle.rank}", requests=3)
 
     def collect(
         self, handles: Sequence[ReplicaHandle], *, timeout: float | None = None
@@ -322,7 +329,7 @@ class ModalExecutor:
         found = self._session.ask(
             lambda: recovery.find_calls(self._session, app, self._sleep),
             f"say what runs in {app}",
-            patience_s=3 * PATIENCE_S,
+            requests=3,
         )
         return [_handle(rank, attempt, app, call_id) for rank, attempt, call_id in found]
 

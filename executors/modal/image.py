@@ -1,19 +1,21 @@
 """The container image of a replica, in code.
 
 By default it is made for the launcher: the same minor version of Python, the package's own
-requirements at the versions that are installed here, and the package's source as it is here, which
-Modal mounts when a container starts. So a checkout needs no release, and a change of the source
-no new image.
+requirements at the versions that are installed here, and the source of the package and of the
+trainer as it is here, which Modal mounts when a container starts. So a checkout needs no release,
+and a change of the source no new image.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -129,12 +131,50 @@ def _pin(name: str) -> str | None:
     return f"=={version.partition('+')[0]}"  # a local build, such as torch's for CPUs, is not there
 
 
-def _check_module(name: object) -> None:
+def trainer_modules(imports: Sequence[str], *, image_is_given: bool) -> tuple[str, ...]:
+    """Packages of this machine that replicas will import, and that are to be mounted.
+
+    Args:
+        imports: modules.
+        image_is_given: whether the user has made the image. It may have what is installed here,
+            as a release or built for Linux.
+
+    Raises:
+        ConfigError: one is not here, and nothing else could bring it.
+    """
+    found: list[str] = []
+    for module in imports:
+        top = module.partition(".")[0]
+        spec = _find(top)
+        if spec is None and not image_is_given:
+            raise ConfigError(
+                f"the trainer's module {module!r} is not on this machine",
+                fix="Start replicas from where it is, or name an image that has it: "
+                "--backend-arg image=…",
+            )
+        if spec is not None and not (image_is_given and _is_installed(spec)):
+            found.append(top)
+    return tuple(found)
+
+
+def _is_installed(spec: ModuleSpec) -> bool:
+    places = [spec.origin or "", *(spec.submodule_search_locations or ())]
+    return any({"site-packages", "dist-packages"} & {*Path(place).parts} for place in places)
+
+
+def _find(name: str) -> ModuleSpec | None:
+    """A module of this machine, as it will be found when replicas are started."""
+    top, _, inner = name.partition(".")
     try:
-        spec = importlib.util.find_spec(name) if isinstance(name, str) else None
+        # A trainer is imported from the directory that it is launched from, too.
+        spec = PathFinder.find_spec(top, [os.getcwd(), *sys.path]) or importlib.util.find_spec(top)
+        return importlib.util.find_spec(name) if inner else spec
     except (ImportError, ValueError):
-        spec = None
-    if spec is None:
+        return None
+
+
+def _check_module(name: object) -> None:
+    if not isinstance(name, str) or _find(name) is None:
         raise ConfigError(
             f"modules: there is no module {name!r} here",
             fix="Name an importable module or package, without .py; launch from its directory.",

@@ -12,7 +12,7 @@ from diloco_cloud.entrypoints import Function
 from diloco_cloud.errors import ConfigError
 from diloco_cloud.executor import TERM_GRACE_ENV, Script
 from diloco_cloud.executors.modal.hardware import parse_gpus
-from diloco_cloud.executors.modal.image import ImagePlan, plan_image
+from diloco_cloud.executors.modal.image import ImagePlan, plan_image, trainer_modules
 from diloco_cloud.executors.modal.settings import ModalSettings
 from diloco_cloud.launch_request import LaunchRequest
 
@@ -176,7 +176,9 @@ def _image(request: LaunchRequest, settings: ModalSettings) -> ImagePlan | None:
         return None
     target = request.target
     files = (str(Path(target.path).absolute()),) if isinstance(target, Script) else ()
-    modules = settings.modules
+    given = settings.image is not None
+    brought = trainer_modules(request.imports, image_is_given=given)
+    modules = tuple(dict.fromkeys((*settings.modules, *brought)))
     if settings.image is not None and not isinstance(settings.image, str):
         return ImagePlan(registry="(given)", modules=modules, files=files)
     return plan_image(settings.image, extras=settings.extras, modules=modules, files=files)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar
 
 from diloco_cloud.errors import (
@@ -15,6 +15,7 @@ from diloco_cloud.errors import (
     MissingDependencyError,
     UsageError,
 )
+from diloco_cloud.secrets import Secret, redacted
 
 T = TypeVar("T")
 
@@ -85,14 +86,15 @@ def is_denied(error: BaseException) -> bool:
     return _modal_name(error) in ("AuthError", "PermissionDeniedError")
 
 
-def translated(error: Exception, doing: str) -> DilocoError:
+def translated(error: Exception, doing: str, secrets: Iterable[Secret] = ()) -> DilocoError:
     """An SDK's error in words of ours.
 
     Args:
         error: whatever the SDK raised.
         doing: completes "Modal could not …".
+        secrets: that were sent; Modal may quote what it does not like.
     """
-    name, text = _modal_name(error), first_line(error)
+    name, text = _modal_name(error), first_line(error, secrets)
     if name == "AuthError":
         return UsageError(
             f"Modal does not know who is asking: {text}",
@@ -131,9 +133,9 @@ def translated(error: Exception, doing: str) -> DilocoError:
     return LaunchError(f"Modal could not {doing}: {text}")
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line; its class where it says nothing."""
-    lines = str(error).strip().splitlines()
+def first_line(error: BaseException, secrets: Iterable[Secret] = ()) -> str:
+    """What an error says, in one line, without values of secrets; its class if it says nothing."""
+    lines = redacted(str(error), secrets).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from diloco_cloud.executors.modal import sdk
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-#: Seconds that a question may take before its answer counts as unknown.
-PATIENCE_S: Final = 20.0
 
 
 class Session:
@@ -23,9 +20,13 @@ class Session:
     Args:
         client: of the SDK; default: the one of its environment.
         environment: of Modal's; None: the SDK's.
+        patience_s: seconds that a question may take before its answer counts as unknown.
     """
 
-    def __init__(self, client: Any = None, environment: str | None = None) -> None:
+    def __init__(
+        self, client: Any = None, environment: str | None = None, patience_s: float = 20.0
+    ) -> None:
+        self.patience_s = patience_s
         self._client = client
         self._lock = threading.Lock()
         self.environment = environment
@@ -74,21 +75,26 @@ class Session:
             name, environment_name=self.environment, client=self.client
         )
 
-    def ask(self, question: Callable[[], T], doing: str, *, patience_s: float = PATIENCE_S) -> T:
+    def ask(self, question: Callable[[], T], doing: str, *, requests: int = 1) -> T:
         """The answer to a question that Modal must answer soon.
+
+        Args:
+            question: asks it.
+            doing: completes "Modal could not …".
+            requests: how many it may take, each as long as any.
 
         Raises:
             DilocoError: it has not, or refuses.
         """
         try:
-            return sdk.bounded(question, patience_s)
+            return sdk.bounded(question, requests * self.patience_s)
         except Exception as error:
             raise sdk.translated(error, doing) from error
 
     def try_to(self, action: Callable[[], T], doing: str) -> T | None:
         """The result of an action that may fail; None where it does."""
         try:
-            return sdk.bounded(action, PATIENCE_S)
+            return sdk.bounded(action, self.patience_s)
         except Exception as error:
             logger.warning("could not %s: %s", doing, sdk.first_line(error))
             return None

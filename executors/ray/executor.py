@@ -28,9 +28,11 @@ from diloco_cloud.executors.ray.submission import (
     Submission,
     build,
     parse_gpu,
+    secrets_file,
 )
-from diloco_cloud.executors.ray.submitting import submit
+from diloco_cloud.executors.ray.submitting import submit, withdraw
 from diloco_cloud.launch_request import LaunchRequest, check_launch
+from diloco_cloud.secrets import Secret
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class RayJobsExecutor:
             it, in files that only this user can read.
         cluster_secrets: names of secrets that the nodes have in their environment already.
         grace: seconds between SIGTERM and SIGKILL.
+        refresh_s: seconds for which one answer of the cluster serves all replicas of a run.
         clock: seconds from any origin.
         sleep: waits that many seconds.
     """
@@ -71,6 +74,7 @@ class RayJobsExecutor:
         secrets_dir: str | None = None,
         cluster_secrets: Sequence[str] = (),
         grace: float = 30.0,
+        refresh_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -87,7 +91,7 @@ class RayJobsExecutor:
         )
         self._clock = clock
         self._sleep = sleep
-        self._jobs = Jobs(self._api, clock)
+        self._jobs = Jobs(self._api, clock, refresh_s)
 
     # -- launching -----------------------------------------------------------------------------
 
@@ -126,10 +130,10 @@ class RayJobsExecutor:
             self._jobs.forget_answer()
         return handles
 
-    def _sent(self, request: LaunchRequest) -> dict[str, str]:
+    def _sent(self, request: LaunchRequest) -> dict[str, Secret]:
         """Secrets that the nodes do not have yet."""
         kept = self._settings.cluster_secrets
-        return {name: value for name, value in request.secrets.items() if name not in kept}
+        return {name: secret for name, secret in request.secrets.items() if name not in kept}
 
     def _handle(self, submission: Submission) -> ReplicaHandle:
         return ReplicaHandle(
@@ -143,6 +147,7 @@ class RayJobsExecutor:
                 self._api.stop(submission_id)
             except (UnreachableError, RefusedError) as error:
                 logger.error("job %s could not be stopped: %s", submission_id, error)
+            withdraw(secrets_file(self._settings, submission_id))
 
     def check_launch(
         self,
@@ -227,6 +232,13 @@ class RayJobsExecutor:
                 f"Ray cannot be asked to stop a job: {error}", fix="Try again when it is back."
             ) from None
         self._jobs.forget_answer()
+        withdraw(secrets_file(self._settings, submission_id))  # it may not have begun
+
+    def forget(self, handle: ReplicaHandle) -> None:
+        """Delete the secrets of a replica that has ended before it could take them."""
+        submission_id = _submission_id(handle)
+        if submission_id is not None:
+            withdraw(secrets_file(self._settings, submission_id))
 
     def recover(self, name: str) -> list[ReplicaHandle]:
         """Handles of every replica launched as ``options.name`` that the cluster remembers.

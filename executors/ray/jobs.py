@@ -10,8 +10,6 @@ from typing import Any, Final
 
 from diloco_cloud.executors.ray.api import JobsApi, RefusedError, UnreachableError
 
-#: Seconds for which an answer is good: the polls of one look at a run share it.
-FRESH_S: Final = 1.0
 #: Ray forgets no job. A list that is longer than this costs more than asking for each job alone.
 LONG_LIST: Final = 200
 
@@ -23,10 +21,12 @@ class Jobs:
     Args:
         api: of the cluster.
         clock: seconds from any origin.
+        refresh_s: seconds for which an answer is good: the polls of one look at a run share it.
     """
 
     api: JobsApi
     clock: Callable[[], float] = time.monotonic
+    refresh_s: float = 1.0
     _lock: Lock = field(default_factory=Lock)
     _seen: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     _asked_at: float = float("-inf")
@@ -40,7 +40,7 @@ class Jobs:
         """
         with self._lock:
             is_long = len(self._seen) > LONG_LIST
-            if not is_long and self.clock() - self._asked_at >= FRESH_S:
+            if not is_long and self.clock() - self._asked_at >= self.refresh_s:
                 self._refresh()
                 is_long = False  # this answer is good, however long it is
             if self._failure is not None:

@@ -3,6 +3,7 @@
 Ray has no time limit for jobs, and no channel for secrets. The job's command is
 ``python -m diloco_cloud.executors.ray.runner … -- COMMAND``, which
 
+* restores variables that Ray would have changed;
 * reads the secrets from a file that only this user can read, and deletes it;
 * sends SIGTERM to the replica when its time is up, and SIGKILL after the grace;
 * exits as the replica did; 128 + n for a signal, ``TIMED_OUT`` for its time.
@@ -24,9 +25,9 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Final
 
-from diloco_cloud.executors.ray.states import TIMED_OUT, TIMED_OUT_LINE
+from diloco_cloud.executors.ray.states import LITERALS, TIMED_OUT, TIMED_OUT_LINE
 
-#: Exit code without them: EX_CONFIG of sysexits.h.
+#: Exit code without secrets: EX_CONFIG of sysexits.h.
 _NO_SECRETS: Final = 78
 
 
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words[split + 1 :]:
         parser.error("there is no -- COMMAND")
     environment = dict(os.environ)
+    environment |= json.loads(environment.pop(LITERALS, "{}"))
     missing = [name for name in options.expect if name not in environment]
     if missing:
         sys.stderr.write(f"diloco-cloud: this Ray node has no {', '.join(missing)}\n")

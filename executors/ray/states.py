@@ -9,6 +9,8 @@ from typing import Any, Final
 
 from diloco_cloud.executor import Reason, ReplicaStatus, State
 
+#: Variables whose values Ray would change, as JSON: it puts others' values in the place of ``$X``.
+LITERALS: Final = "DILOCO_RAY_LITERALS"
 #: Exit code of a replica that was stopped at its timeout, as of timeout(1), if this line is the
 #: last of its log.
 TIMED_OUT: Final = 124

@@ -13,8 +13,10 @@ from typing import Any, Final
 
 from diloco_cloud.errors import ConfigError
 from diloco_cloud.executor import TERM_GRACE_ENV
+from diloco_cloud.executors.ray.states import LITERALS
 from diloco_cloud.launch_request import LaunchRequest
 from diloco_cloud.replica_command import replica_command
+from diloco_cloud.secrets import Secret
 
 RUNNER: Final = "diloco_cloud.executors.ray.runner"
 #: Read by Ray in the process that stands by a job: seconds between SIGTERM and SIGKILL. Three
@@ -103,14 +105,14 @@ def _submission(
 ) -> Submission:
     submission_id = f"{name}.r{rank}.a{request.attempt}.{token}"
     sent = sorted(set(request.secrets) - set(settings.cluster_secrets))
-    secrets_file = f"{settings.secrets_dir}/{submission_id}" if sent else None
+    file = secrets_file(settings, submission_id) if sent else None
     kept = sorted(set(request.secrets) & set(settings.cluster_secrets))
     return Submission(
         rank=rank,
         submission_id=submission_id,
         body={
             "submission_id": submission_id,
-            "entrypoint": _entrypoint(request, settings, timeout, secrets_file, kept),
+            "entrypoint": _entrypoint(request, settings, timeout, file, kept),
             "runtime_env": _runtime_env(request, settings, rank),
             "metadata": {
                 RUN_KEY: name,
@@ -122,7 +124,7 @@ def _submission(
             **({"entrypoint_num_gpus": gpu.count} if gpu.count else {}),
             **_resources(settings, gpu),
         },
-        secrets_file=secrets_file,
+        secrets_file=file,
     )
 
 
@@ -137,28 +139,39 @@ def _entrypoint(
     request: LaunchRequest,
     settings: Settings,
     timeout: float,
-    secrets_file: str | None,
+    file: str | None,
     kept: list[str],
 ) -> str:
     words = [settings.python, "-m", RUNNER, f"--timeout={timeout:g}", f"--grace={settings.grace:g}"]
-    if secrets_file is not None:
-        words.append(f"--secrets={secrets_file}")
+    if file is not None:
+        words.append(f"--secrets={file}")
     words += [f"--expect={name}" for name in kept]
     return "exec " + shlex.join([*words, "--", *replica_command(request, python=settings.python)])
 
 
 def _runtime_env(request: LaunchRequest, settings: Settings, rank: int) -> dict[str, Any]:
     given = dict(settings.runtime_env)
+    own = request.environment(rank)
+    literals = {name: value for name, value in own.items() if "$" in value}
     variables = {
         TERM_GRACE_ENV: f"{settings.grace:g}",
         STOP_WAIT: str(math.ceil(settings.grace)),
         **given.pop("env_vars", {}),
-        **request.environment(rank),
+        **{name: value for name, value in own.items() if name not in literals},
     }
+    if literals:
+        variables[LITERALS] = json.dumps(literals).replace("$", "\\u0024")
     return {**given, "env_vars": variables}
 
 
-def check_secrets(secrets: Mapping[str, str], settings: Settings) -> None:
+def secrets_file(settings: Settings, submission_id: str) -> str | None:
+    """Where a job finds its secrets; None if they do not travel by files."""
+    if settings.secrets_dir is None or "/" in submission_id:  # a path is nothing of ours
+        return None
+    return f"{settings.secrets_dir}/{submission_id}"
+
+
+def check_secrets(secrets: Mapping[str, Secret], settings: Settings) -> None:
     """Refuse secrets that Ray would show to everybody who sees its dashboard."""
     open_ones = sorted(set(secrets) - set(settings.cluster_secrets))
     if open_ones and settings.secrets_dir is None:

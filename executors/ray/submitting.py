@@ -6,12 +6,14 @@ import contextlib
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Final
 
 from diloco_cloud.errors import ConfigError, DilocoError, LaunchError
 from diloco_cloud.executors.ray.api import JobsApi, RefusedError, UnreachableError
 from diloco_cloud.executors.ray.submission import Submission
+from diloco_cloud.secrets import Secret, revealed
 
 logger = logging.getLogger(__name__)
 
@@ -20,12 +22,14 @@ _TRIES: Final = 4
 _PAUSE_S: Final = 1.0
 #: Ray's answer to an id that it has: 400 in the agent, 500 by the time it gets here.
 _TAKEN: Final = "already exists"
+#: Its answer, with 500 too, while none of its nodes has an agent, as at the cluster's start.
+_TOO_SOON: Final = "No available agent"
 
 
 def submit(
     api: JobsApi,
     submission: Submission,
-    secrets: Mapping[str, str],
+    secrets: Mapping[str, Secret],
     *,
     sleep: Callable[[float], None],
 ) -> None:
@@ -34,7 +38,7 @@ def submit(
     Args:
         api: of the cluster.
         submission: the job.
-        secrets: for its file.
+        secrets: revealed in its file.
         sleep: waits that many seconds.
 
     Raises:
@@ -42,8 +46,8 @@ def submit(
         LaunchError: Ray does not answer.
     """
     if submission.secrets_file is not None:
-        _write_private(submission.secrets_file, json.dumps(dict(secrets)))
-    failure: UnreachableError | None = None
+        _write_private(submission.secrets_file, secrets)
+    failure: UnreachableError | RefusedError | None = None
     for attempt in range(_TRIES):
         if attempt:
             sleep(_PAUSE_S * 2 ** (attempt - 1))
@@ -57,32 +61,44 @@ def submit(
         except RefusedError as error:
             if _TAKEN in error.text:
                 return
-            _withdraw(submission)
-            raise _refusal(error) from None
-    _withdraw(submission)
+            if _TOO_SOON not in error.text:
+                withdraw(submission.secrets_file)
+                raise _refusal(error) from None
+            failure = error
+            logger.info("%s; trying again", _TOO_SOON)
+    withdraw(submission.secrets_file)
     raise LaunchError(
         f"Ray did not take a job: {failure}",
         fix="Check --backend-arg address=, and that the cluster runs.",
     )
 
 
-def _write_private(path: str, text: str) -> None:
+def _write_private(path: str, secrets: Mapping[str, Secret]) -> None:
+    """Write a file that only this user can read, whoever else may write to its directory."""
+    directory, name = os.path.split(path)
+    part: str | None = None
     try:
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        # Not under its own name, which others could guess, and make a file of theirs first.
+        descriptor, part = tempfile.mkstemp(prefix=f".{name}.", dir=directory)
         with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+            file.write(json.dumps(revealed(secrets)))
+        os.replace(part, path)
+        return
     except OSError as error:
-        raise LaunchError(
+        failure = LaunchError(
             f"the secrets cannot be written: {error}",
             fix="Set --backend-arg secrets_dir= to a directory of yours that the nodes see.",
-        ) from None
+        )
+    withdraw(part)
+    raise failure
 
 
-def _withdraw(submission: Submission) -> None:
-    if submission.secrets_file is not None:
+def withdraw(secrets_file: str | None) -> None:
+    """Delete a file of secrets, if it is there: nobody will take it any more."""
+    if secrets_file is not None:
         with contextlib.suppress(OSError):
-            os.unlink(submission.secrets_file)
+            os.unlink(secrets_file)
 
 
 def _refusal(error: RefusedError) -> DilocoError:

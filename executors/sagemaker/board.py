@@ -12,8 +12,6 @@ from diloco_cloud.executors.sagemaker.faults import is_denied
 from diloco_cloud.executors.sagemaker.jobs import Job, is_of_launch
 from diloco_cloud.executors.sagemaker.states import needs_description, status_of
 
-#: Seconds for which an answer is as good as a new one.
-_FRESH_S: Final = 1.0
 _PAGE: Final = 100
 
 
@@ -33,9 +31,13 @@ class JobBoard:
     Args:
         clients: of AWS.
         clock: seconds from any origin.
+        refresh_s: seconds for which an answer is as good as a new one.
     """
 
-    def __init__(self, clients: Clients, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, clients: Clients, clock: Callable[[], float], refresh_s: float = 1.0
+    ) -> None:
+        self._refresh_s = refresh_s
         self._clients = clients
         self._clock = clock
         self._lock = threading.Lock()
@@ -75,7 +77,7 @@ class JobBoard:
         with self._lock:
             answer = self._answers.setdefault((job.region, job.launch), _Answer())
         with answer.lock:
-            if answer.at is None or self._clock() - answer.at >= _FRESH_S:
+            if answer.at is None or self._clock() - answer.at >= self._refresh_s:
                 answer.jobs, answer.error = {}, None
                 try:
                     answer.jobs = self._list(job.launch, job.region)

@@ -96,7 +96,13 @@ class Clients:
                     user_agent_extra="diloco-cloud",
                     max_pool_connections=16,
                 )
-                self._made[key] = session.client(service, region_name=region, config=config)
+                options: dict[str, Any] = {}
+                if service == "s3":  # SageMaker reads Amazon's, wherever the run's store is
+                    options["endpoint_url"] = os.environ.get("AWS_ENDPOINT_URL") or None
+                    config = config.merge(Config(ignore_configured_endpoint_urls=True))
+                self._made[key] = session.client(
+                    service, region_name=region, config=config, **options
+                )
             return self._made[key]
 
     def require_credentials(self) -> None:

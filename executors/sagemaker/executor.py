@@ -67,6 +67,7 @@ class SageMakerExecutor:
         pytorch: version of AWS's container.
         package: what pip installs in it; default: this version of this package.
         request: fields to put into every CreateTrainingJob request, as AWS names them.
+        refresh_s: seconds for which one answer of SageMaker serves all replicas of a run.
         clock: seconds from any origin.
         sleep: waits that many seconds.
 
@@ -100,6 +101,7 @@ class SageMakerExecutor:
         pytorch: str = "2.10",
         package: str | None = None,
         request: Mapping[str, Any] | None = None,
+        refresh_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -125,7 +127,7 @@ class SageMakerExecutor:
             request=request or {},
         )
         self._clients = Clients(profile)
-        self._board = JobBoard(self._clients, clock)
+        self._board = JobBoard(self._clients, clock, refresh_s)
         self._clock = clock
         self._sleep = sleep
 

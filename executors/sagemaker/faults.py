@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from diloco_cloud.errors import ConfigError, DilocoError, LaunchError
+from diloco_cloud.secrets import Secret, redacted
 
 _LOGIN: Final = "Log in: `aws sso login`, `aws configure`, or AWS_PROFILE of one that is valid."
 
@@ -82,11 +84,11 @@ def code_of(error: BaseException) -> str:
     return type(error).__name__
 
 
-def message_of(error: BaseException) -> str:
-    """One line, of at most 300 characters."""
+def message_of(error: BaseException, secrets: Iterable[Secret] = ()) -> str:
+    """One line, of at most 300 characters, without the values of ``secrets``."""
     response: Any = getattr(error, "response", None)
     said = response.get("Error", {}).get("Message") if isinstance(response, dict) else None
-    text = " ".join(str(said or error).split()) or type(error).__name__
+    text = " ".join(redacted(str(said or error), secrets).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:299] + "…"
 
 
@@ -113,13 +115,14 @@ def was_retried(error: BaseException) -> bool:
     return int(metadata.get("RetryAttempts", 0)) > 0
 
 
-def translated(error: BaseException, doing: str) -> DilocoError:
+def translated(error: BaseException, doing: str, secrets: Iterable[Secret] = ()) -> DilocoError:
     """The error a user is told.
 
     Args:
         error: of boto3.
         doing: what failed: "start replica 3".
+        secrets: that were in the request; botocore and AWS quote what they do not like.
     """
-    code, message = code_of(error), message_of(error)
+    code, message = code_of(error), message_of(error, secrets)
     rule = next((r for r in _RULES if code in r.codes and r.text in message), _AGAIN)
     return rule.kind(f"could not {doing}: {message} ({code})", fix=rule.fix)

@@ -11,8 +11,8 @@ from diloco_cloud.executor import LaunchOptions, ReplicaHandle
 from diloco_cloud.executors.sagemaker.limits import check_name
 
 BACKEND_NAME: Final = "sagemaker"
-#: Characters that "-r0000-a0000-0000" adds to a run's name.
-_SUFFIX: Final = 17
+#: Characters that "-r000-a000-0000" adds to the name of a launch.
+_SUFFIX: Final = 15
 _JOB: Final = re.compile(r"(?P<launch>.+)-r(?P<rank>\d+)-a(?P<attempt>\d+)(?:-[0-9a-f]{4})?")
 
 
@@ -22,7 +22,7 @@ class Job:
 
     Attributes:
         name: of the training job; unique in an account and region, for ever.
-        launch: the ``LaunchOptions.name`` it was launched as; the run id.
+        launch: the ``LaunchOptions.name`` it was launched as.
         region: of AWS.
         account: of AWS; "" where it is not known.
     """

@@ -75,7 +75,10 @@ def _prepare(clients: Clients, plan: Plan) -> bool:
         manager = clients.get("secretsmanager", launch.region, patient=True)
         return secrets.keep(manager, launch.name, launch.request.secrets)
     except Exception as error:
-        raise translated(error, "keep the secrets in AWS Secrets Manager") from error
+        failure = translated(
+            error, "keep the secrets in AWS Secrets Manager", launch.request.secrets.values()
+        )
+    raise failure  # out of the handler: neither as its cause nor as its context may that one go on
 
 
 def _create(

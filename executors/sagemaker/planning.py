@@ -77,6 +77,7 @@ def plan_launch(
     types = instance_types(gpu or settings.instance_type, training_instances())
     image, setup = settings.image, None
     if image is None:
+        _check_imports(request, settings)
         image = deep_learning_image(settings.pytorch, region, types[0])
         setup = setup_line(settings.package or default_package())
     limits.check_image(image, region)
@@ -99,3 +100,13 @@ def plan_launch(
         source_uri=source_uri,
     )
     return Plan(launch, tuple(launch.creation(rank) for rank in request.ranks), sources)
+
+
+def _check_imports(request: LaunchRequest, settings: Settings) -> None:
+    """Refuse a trainer that nothing would bring into AWS's own container."""
+    if request.imports and settings.source_dir is None and settings.package is None:
+        raise ConfigError(
+            f"the trainer's module {request.imports[0]!r} would not be in AWS's container",
+            fix="Add the folder that it is imported from, --backend-arg source_dir=., or name an "
+            "image that has it, --backend-arg image=…",
+        )

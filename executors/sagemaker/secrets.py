@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from diloco_cloud.executors.sagemaker.faults import code_of
+from diloco_cloud.secrets import Secret, revealed, unlogged
 
 #: Tells a replica where its secrets are: "region:name".
 SECRETS_ENV: Final = "DILOCO_SECRETS_AT"
@@ -30,22 +29,27 @@ def creation(name: str, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def keep(client: Any, name: str, values: Mapping[str, str]) -> bool:
+def keep(client: Any, name: str, secrets: Mapping[str, Secret]) -> bool:
     """Keep a launch's secrets; whether they are the first of this name.
+
+    What this raises holds their values: its request is in it.
 
     Args:
         client: of Secrets Manager.
         name: of the launch.
-        values: by variable.
+        secrets: by variable.
     """
-    text = json.dumps(dict(values))
-    with _unlogged():
+    with unlogged("botocore"):  # which logs whole requests
         try:
-            client.create_secret(**creation(name, list(values)), SecretString=text)
+            client.create_secret(**creation(name, list(secrets)), SecretString=_text(secrets))
         except client.exceptions.ResourceExistsException:  # an earlier attempt's, maybe outdated
-            client.put_secret_value(SecretId=secret_name(name), SecretString=text)
+            client.put_secret_value(SecretId=secret_name(name), SecretString=_text(secrets))
             return False
     return True
+
+
+def _text(secrets: Mapping[str, Secret]) -> str:
+    return json.dumps(revealed(secrets))
 
 
 def forget(client: Any, name: str) -> None:
@@ -55,16 +59,3 @@ def forget(client: Any, name: str) -> None:
     except client.exceptions.ClientError as error:
         if code_of(error) != "ResourceNotFoundException":
             raise
-
-
-@contextlib.contextmanager
-def _unlogged() -> Iterator[None]:
-    """Keep botocore, which logs whole requests at level DEBUG, from doing so."""
-    logger = logging.getLogger("botocore")
-    level = logger.level
-    if logger.isEnabledFor(logging.DEBUG):
-        logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

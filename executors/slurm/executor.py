@@ -55,6 +55,7 @@ class SlurmExecutor:
         sbatch: more options of sbatch.
         requeue: whether Slurm starts a replica again that was preempted or lost its node.
         grace: seconds between SIGTERM and SIGKILL; default: the cluster's KillWait.
+        refresh_s: seconds for which one answer of squeue serves all replicas of a run.
         run: runs a command.
         clock: seconds from any origin.
         sleep: waits that many seconds.
@@ -79,6 +80,7 @@ class SlurmExecutor:
         sbatch: Sequence[str] = (),
         requeue: bool = True,
         grace: float | None = None,
+        refresh_s: float = 1.0,
         run: Callable[[Sequence[str], str], Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -103,7 +105,7 @@ class SlurmExecutor:
         self._grace = grace
         self._clock = clock
         self._sleep = sleep
-        self._queue = Queue(self._run, clock)
+        self._queue = Queue(self._run, clock, refresh_s)
 
     # -- launching -----------------------------------------------------------------------------
 

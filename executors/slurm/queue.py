@@ -11,8 +11,6 @@ from typing import Final, TypeAlias
 from diloco_cloud.executors.slurm.commands import CommandError, Output, Run
 from diloco_cloud.executors.slurm.states import Job
 
-#: Seconds for which an answer is good: the polls of one look at a run share it.
-FRESH_S: Final = 1.0
 _FIELDS: Final = (
     *("ArrayJobID", "ArrayTaskID", "State", "exit_code", "RestartCnt", "NodeList"),
     *("Name", "Comment", "Reason"),
@@ -71,10 +69,12 @@ class Queue:
     Args:
         run: runs a command.
         clock: seconds from any origin.
+        refresh_s: seconds for which an answer is good: the polls of one look at a run share it.
     """
 
     run: Run
     clock: Callable[[], float] = time.monotonic
+    refresh_s: float = 1.0
     _lock: Lock = field(default_factory=Lock)
     _watched: set[str] = field(default_factory=set)
     _seen: Mapping[Task, Job] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Queue:
         """
         with self._lock:
             self._watched.add(array)
-            fresh = self.clock() - self._asked_at < FRESH_S
+            fresh = self.clock() - self._asked_at < self.refresh_s
             if not fresh or array not in self._asked:
                 self._refresh()
             if self._failure is not None:

@@ -18,6 +18,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from diloco_cloud.secrets import Secret, revealed
+
 # Slurm sends SIGTERM to every process of the job: when it is cancelled, preempted or requeued, and
 # at its time limit. The replica has then got its own, so the script does not pass it on (a second
 # one would tell the replica not to take its time). SIGUSR1 is ours, by `--signal=B:` to the script
@@ -110,6 +112,7 @@ def batch_script(
     )
 
 
-def secret_assignments(secrets: Mapping[str, str]) -> str:
-    """The text of a replica's ``secrets`` file."""
-    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in secrets.items())
+def secret_assignments(secrets: Mapping[str, Secret]) -> str:
+    """The text of a replica's ``secrets`` file; "" for none. To be called where it is written."""
+    pairs = revealed(secrets).items()
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in pairs)

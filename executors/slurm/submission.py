@@ -9,15 +9,16 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from diloco_cloud.errors import ConfigError
 from diloco_cloud.executor import TERM_GRACE_ENV
-from diloco_cloud.executors.slurm.script import batch_script, secret_assignments
+from diloco_cloud.executors.slurm.script import batch_script
 from diloco_cloud.launch_request import LaunchRequest
 from diloco_cloud.replica_command import replica_command
+from diloco_cloud.secrets import Secret
 
 #: Slurm looks at time limits twice a minute, and may send a signal that much too early.
 _SIGNAL_SLACK_S: Final = 60.0
@@ -55,7 +56,7 @@ class Submission:
         base: directory of the run.
         ranks: of the replicas.
         attempt: which life of theirs.
-        secrets: text of the file that each replica's directory gets; "" for none.
+        secrets: revealed in a file that each replica's directory gets.
     """
 
     argv: tuple[str, ...]
@@ -65,7 +66,7 @@ class Submission:
     base: str
     ranks: tuple[int, ...]
     attempt: int
-    secrets: str = field(default="", repr=False)
+    secrets: Mapping[str, Secret] = field(default_factory=dict)
 
     def directory(self, rank: int) -> str:
         """Of one replica."""
@@ -135,7 +136,7 @@ def build(
         base=base,
         ranks=request.ranks,
         attempt=request.attempt,
-        secrets=secret_assignments(request.secrets),
+        secrets=request.secrets,
     )
 
 

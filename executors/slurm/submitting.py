@@ -12,7 +12,9 @@ from diloco_cloud.executors.slurm import cluster
 from diloco_cloud.executors.slurm.commands import CommandError, NoCommandError, Run
 from diloco_cloud.executors.slurm.queue import Task, ask
 from diloco_cloud.executors.slurm.replica import SlurmReplica
+from diloco_cloud.executors.slurm.script import secret_assignments
 from diloco_cloud.executors.slurm.submission import Submission, job_name_of, restricted
+from diloco_cloud.secrets import redacted
 
 logger = logging.getLogger(__name__)
 
@@ -84,15 +86,20 @@ def _existing(run: Run, submission: Submission) -> dict[int, str]:
 def _prepare(run: Run, submission: Submission) -> None:
     """Make the replicas' directories: Slurm would not, and their jobs would fail without a log."""
     directories = [submission.directory(rank) for rank in submission.ranks]
+    command = ["sh", "-c", _PREPARE, "sh", *directories]
     try:
-        done = run(["sh", "-c", _PREPARE, "sh", *directories], submission.secrets)
+        done = run(command, secret_assignments(submission.secrets))
     except CommandError as error:
-        raise _unreachable(error) from None
-    if done.code != 0:
-        raise LaunchError(
-            f"the directory {submission.base} cannot be written: {done.complaint}",
+        failure = _unreachable(error)
+    else:
+        if done.code == 0:
+            return
+        why = redacted(done.complaint, submission.secrets.values())
+        failure = LaunchError(
+            f"the directory {submission.base} cannot be written: {why}",
             fix="Set --backend-arg directory= to one on a disk that all nodes share.",
         )
+    raise failure  # out of the handler: frames of the other error hold what was to be written
 
 
 def _clear(run: Run, submission: Submission) -> None:

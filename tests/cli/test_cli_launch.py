@@ -136,7 +136,7 @@ BAD_INPUT = {
     "not an object": (("--trainer-args", "[1]"), "--trainer-args is not a JSON object"),
     "not an assignment": (("--env", "HF_TOKEN"), "Write KEY=VALUE."),
     "secret in env": (("--env", "HF_TOKEN=x"), "Pass it with --secret HF_TOKEN."),
-    "secret without value": (("--secret", "UNSET_TOKEN"), "UNSET_TOKEN has no value here"),
+    "secret without value": (("--secret", "UNSET_TOKEN"), "UNSET_TOKEN is not set in this"),
     "bad duration": (("--timeout", "soon"), "'soon' is not a length of time"),
     "bad name": (("--name", "My Run"), "cannot be a run's name"),
     "unknown option": (("--replica", "4"), "No such option"),

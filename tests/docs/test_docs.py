@@ -14,7 +14,7 @@ import click
 import pytest
 
 from diloco_cloud.cli.main import cli
-from diloco_cloud.run import config
+from diloco_cloud.run import by_backend, config
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -105,6 +105,11 @@ def test_python_blocks_compile(block: Block) -> None:
     compile(block.text, str(block), "exec", flags=ast.PyCF_ONLY_AST)
 
 
+def _taken(table: dict[str, object]) -> dict[str, object]:
+    """What a backend's table has that is no setting of its executor."""
+    return {key: table.pop(key) for key in by_backend.KEYS if key in table}
+
+
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "toml"], ids=str)
 def test_configurations_are_accepted(block: Block, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
@@ -113,7 +118,12 @@ def test_configurations_are_accepted(block: Block, tmp_path: Path) -> None:
     written = tomllib.loads(block.text)
     spec = settings.spec.to_json()
     if isinstance(written.get("backend"), dict):  # a table of settings for each backend
-        assert spec["backend_args"] == written.pop("backend")
+        tables = written.pop("backend")
+        own = {backend: _taken(table) for backend, table in tables.items()}
+        assert spec["backend_args"] == tables
+        sides = {side["backend"]: side for side in spec.get("fleet", ())}
+        for backend, values in own.items():
+            assert {key: sides[backend][key] for key in values} == values
     named = written.keys() - {"name", "store", "timeout", "secrets"}
     assert {key: spec[key] for key in named} == {key: written[key] for key in named}
 

@@ -39,7 +39,17 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake
 @pytest.fixture(params=["fake", "real"])
 def slurm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """Either, with this process's environment set for it."""
-    if request.param == "fake":
+    return _cluster(request.param, request, monkeypatch)
+
+
+@pytest.fixture
+def truest_slurm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """The real one where Slurm is installed, else the fake: for tests that take long."""
+    return _cluster("fake" if daemons() else "real", request, monkeypatch)
+
+
+def _cluster(kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    if kind == "fake":
         fake: FakeCluster = request.getfixturevalue("fake_slurm")
         return fake
     real: RealCluster = request.getfixturevalue("real_slurm")

@@ -25,11 +25,14 @@ class TestModal(ExecutorContract):
     patience_s: ClassVar[float] = 120.0
     returns_results: ClassVar[bool] = True
 
+    #: Of which an outage uses up every second, several times.
+    request_timeout_s: ClassVar[float] = 5.0
+
     @pytest.fixture
     def make_executor(
-        self, modal_executor: Callable[[], ServerlessExecutor]
+        self, modal_executor: Callable[..., ServerlessExecutor]
     ) -> Callable[[], ServerlessExecutor]:
-        return modal_executor
+        return lambda: modal_executor(request_timeout_s=self.request_timeout_s)
 
     @pytest.fixture
     def outage(self, modal_cloud: FakeModal) -> Iterator[AbstractContextManager[None]]:

@@ -26,7 +26,12 @@ __all__ = ["dashboard", "head_address", "real_head"]
 
 def _maker(address: str, shared: Path) -> Callable[[], ServerlessExecutor]:
     return lambda: RayJobsExecutor(
-        address=address, python=sys.executable, cpus=0.1, secrets_dir=str(shared), grace=2
+        address=address,
+        python=sys.executable,
+        cpus=0.1,
+        secrets_dir=str(shared),
+        grace=2,
+        refresh_s=0.05,
     )
 
 

@@ -23,7 +23,9 @@ class TestSageMaker(ExecutorContract):
     @pytest.fixture
     def make_executor(self, aws: FakeAws) -> Callable[[], ServerlessExecutor]:
         aws.training.term_grace_s = 1.0
-        return lambda: SageMakerExecutor(role=aws.role, image=IMAGE, output_uri=OUTPUT)
+        return lambda: SageMakerExecutor(
+            role=aws.role, image=IMAGE, output_uri=OUTPUT, refresh_s=0.05
+        )
 
     @pytest.fixture
     def outage(self, aws: FakeAws) -> AbstractContextManager[None]:

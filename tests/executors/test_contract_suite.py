@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +22,7 @@ from diloco_cloud.executor import (
     ReplicaStatus,
 )
 from diloco_cloud.executors.local import LocalProcessExecutor
+from diloco_cloud.secrets import read_secrets, revealed
 from diloco_cloud.testing import ExecutorContract, Fleet
 
 LIVE = ["--pyargs", "diloco_cloud.testing.live"]
@@ -62,12 +66,26 @@ class NotesSecrets(LocalProcessExecutor):
     """Keeps what it was given where everybody can read it."""
 
     def launch_replicas(self, *args: Any, options: LaunchOptions, **rest: Any) -> Any:
-        import os
+        self.sent = revealed(read_secrets(options.secrets, os.environ))
+        return super().launch_replicas(*args, options=options, **rest)
 
-        handles = super().launch_replicas(*args, options=options, **rest)
-        for handle in handles:
-            handle.metadata["env"] = {name: os.environ[name] for name in options.secrets}
-        return handles
+
+class LogsSecrets(LocalProcessExecutor):
+    """Says all that it does, if somebody listens."""
+
+    def launch_replicas(self, *args: Any, options: LaunchOptions, **rest: Any) -> Any:
+        values = revealed(read_secrets(options.secrets, os.environ))
+        logging.getLogger(__name__).debug("launching with %s", values)
+        return super().launch_replicas(*args, options=options, **rest)
+
+
+class HoldsSecrets(LocalProcessExecutor):
+    """Reveals secrets long before they are sent."""
+
+    def launch_replicas(self, *args: Any, options: LaunchOptions, **rest: Any) -> Any:
+        env = {**options.env, **revealed(read_secrets(options.secrets, os.environ))}
+        options = dataclasses.replace(options, env=env, secrets=())
+        return super().launch_replicas(*args, options=options, **rest)
 
 
 class NeverLoses(LocalProcessExecutor):
@@ -135,6 +153,8 @@ def make_fleet(tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
         (TellsTooLate, "test_failing_on_launched_leaves_nothing_running"),
         (CountsFromZero, "test_one_rank_of_a_run_can_be_started_again"),
         (NotesSecrets, "test_secret_reaches_the_replica_and_nobody_else"),
+        (LogsSecrets, "test_secret_reaches_the_replica_and_nobody_else"),
+        (HoldsSecrets, "test_secret_is_in_no_error"),
         (NeverLoses, "test_replica_that_the_provider_does_not_know_is_lost"),
         (Forgives, "test_exit_code_is_told"),
         (Forgives, "test_replica_that_outruns_its_timeout_is_stopped"),
@@ -145,14 +165,16 @@ def make_fleet(tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
 )
 def test_executor_that_breaks_a_rule_fails(
     make_fleet: Callable[..., Fleet],
-    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
     kind: type[LocalProcessExecutor],
     test: str,
 ) -> None:
-    extra = [monkeypatch] if "secret" in test else []
-    getattr(ExecutorContract(), test)(make_fleet(Tolerable, 60.0), *extra)
+    rule = getattr(ExecutorContract(), test)
+    given = [name for name in inspect.signature(rule).parameters if name != "fleet"]
+    fixtures = {name: request.getfixturevalue(name) for name in given}
+    rule(make_fleet(Tolerable, 60.0), **fixtures)
     with pytest.raises(AssertionError):
-        getattr(ExecutorContract(), test)(make_fleet(kind, 5.0), *extra)
+        rule(make_fleet(kind, 5.0), **fixtures)
 
 
 def _pytest(*arguments: str, directory: Path) -> subprocess.CompletedProcess[str]:

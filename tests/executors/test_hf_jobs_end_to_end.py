@@ -9,12 +9,14 @@ import pytest
 from cluster_runs import (
     CANARY,
     CANARY_NAME,
+    DEADLINE_S,
     RUN_ID,
     TINY,
     Terminal,
     check_result,
     in_a_round,
     launch_words,
+    provider_name,
     stored,
     until,
 )
@@ -35,7 +37,7 @@ def test_run_is_carried_from_launch_to_result(
 ) -> None:
     monkeypatch.setenv(CANARY_NAME, CANARY)
     settings = {"image": IMAGE, "namespace": "our-team"}
-    words = launch_words("hf-jobs", settings, s3_env, s3_uri, rounds=6)
+    words = launch_words("hf-jobs", settings, s3_env, s3_uri, rounds=12)
     words += ["--quorum", "3", "--gpu", "a10g-large"]  # no round without all three
     here, elsewhere = Terminal(tmp_path), Terminal(Path("/"))
 
@@ -50,19 +52,19 @@ def test_run_is_carried_from_launch_to_result(
     try:
         until(lambda: in_a_round(s3_uri, [0, 1, 2]), "a round of all three")
         hub.job_of(1).kill()
-        assert elsewhere.call("wait", *where)[:2] == (0, "SUCCEEDED\n")
-        out, err = follower.communicate(timeout=60)
+        out, err = follower.communicate(timeout=DEADLINE_S)
         told, _ = supervisor.communicate(timeout=60)
     finally:
         follower.kill()
         supervisor.kill()
     assert follower.returncode == 0, err
+    assert elsewhere.call("wait", *where)[:2] == (0, "SUCCEEDED\n")
     assert supervisor.returncode == 0, told
     for rank in range(3):
         assert f"replica/{rank} finished" in out
     check_result(s3_uri, {0: 0, 1: 1, 2: 0})
     assert sorted(job.spec["labels"]["name"] for job in hub.jobs) == [
-        f"{RUN_ID}-{life}" for life in ("0.0", "1.0", "1.1", "2.0")
+        f"{provider_name(s3_uri)}-{life}" for life in ("0.0", "1.0", "1.1", "2.0")
     ]
     code, out_status, err = elsewhere.call("status", *where, "--json")
     assert code == 0, err

@@ -10,6 +10,7 @@ from diloco_cloud.entrypoints import Function
 from diloco_cloud.errors import ConfigError
 from diloco_cloud.executor import Entrypoint, LaunchOptions, Script
 from diloco_cloud.launch_request import LaunchRequest, check_launch
+from diloco_cloud.secrets import Secret
 
 
 def check(
@@ -90,6 +91,11 @@ def test_no_other_function_is_supplied_with_a_world_size() -> None:
         ({"env": {"REPLICA_RANK": "1"}}, "env sets REPLICA_RANK"),
         ({"env": {"ME": "1"}, "arguments": {"rank_env": "ME"}}, "env sets ME"),
         ({"secrets": ["TEST_NO_SUCH_SECRET"]}, "secret TEST_NO_SUCH_SECRET is not set"),
+        ({"secrets": ["A=TEST_NO_SUCH_SECRET"]}, "A comes from TEST_NO_SUCH_SECRET, which"),
+        ({"secrets": ["A-B"]}, "no name of a variable"),
+        ({"secrets": ["REPLICA_RANK=PATH"]}, "secrets sets REPLICA_RANK"),
+        ({"secrets": ["ME=PATH"], "arguments": {"rank_env": "ME"}}, "secrets sets ME"),
+        ({"secrets": ["PATH"], "env": {"PATH": "x"}}, "PATH is in env and a secret"),
         ({"entrypoint": Script(__file__), "arguments": {"x": 1}}, "no keyword arguments"),
         ({"entrypoint": Path.cwd, "arguments": {"x": 1}}, "cannot be called"),
     ],
@@ -104,7 +110,7 @@ def test_wrong_request_is_refused_with_a_fix(request_: dict[str, Any], words: st
 def test_secrets_are_kept_apart_and_out_of_sight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_TOKEN", "t0psecret")
     request = check(secrets=["TEST_TOKEN"], env={"A": "B"})
-    assert request.secrets == {"TEST_TOKEN": "t0psecret"}
+    assert request.secrets == {"TEST_TOKEN": Secret("TEST_TOKEN", "t0psecret")}
     assert request.environment(0)["A"] == "B"
     assert "TEST_TOKEN" not in request.environment(0)
     assert "t0psecret" not in repr(request)

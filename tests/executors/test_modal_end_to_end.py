@@ -11,6 +11,7 @@ import pytest
 from cluster_runs import (
     CANARY,
     CANARY_NAME,
+    DEADLINE_S,
     RUN_ID,
     Terminal,
     check_result,
@@ -39,7 +40,7 @@ def test_run_is_carried_from_launch_to_result(
 ) -> None:
     monkeypatch.setenv(CANARY_NAME, CANARY)
     settings = {"cpu": 0.5, "region": ["us-east"]}
-    words = launch_words("modal", settings, s3_env, s3_uri, rounds=8)
+    words = launch_words("modal", settings, s3_env, s3_uri, rounds=12)
     words += ["--gpu", "H100,A100-80GB", "--quorum", "3"]
     here, elsewhere = Terminal(tmp_path), Terminal(Path("/"))
 
@@ -63,14 +64,14 @@ def test_run_is_carried_from_launch_to_result(
         status = json.loads(elsewhere.call("status", *where, "--json")[1])
         assert status["state"] in ("running", "pending")
 
-        assert elsewhere.call("wait", *where)[:2] == (0, "SUCCEEDED\n")
+        out, err = follower.communicate(timeout=DEADLINE_S)
         assert supervisor.wait(timeout=60) == 0
-        out, err = follower.communicate(timeout=60)
     finally:
         follower.kill()
         supervisor.kill()
         supervisor.communicate()
     assert follower.returncode == 0, err
+    assert elsewhere.call("wait", *where)[:2] == (0, "SUCCEEDED\n")
     for rank in range(3):
         assert f"replica/{rank} finished" in out
     check_result(s3_uri, {0: 0, 1: 1, 2: 1})

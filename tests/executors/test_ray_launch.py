@@ -149,6 +149,17 @@ def test_busy_head_is_asked_again(dashboard: FakeDashboard, executor: RayJobsExe
     assert _collected(executor, handles) == ["succeeded"]
 
 
+def test_cluster_whose_agents_are_still_starting_is_asked_again(
+    dashboard: FakeDashboard, executor: RayJobsExecutor
+) -> None:
+    dashboard.agentless = 2
+    handles = executor.launch_replicas(1, f"{PROGRAMS}:tell", {}, options=NAMED)
+    assert _collected(executor, handles) == ["succeeded"]
+    dashboard.agentless = 4
+    with pytest.raises(LaunchError, match="No available agent"):
+        executor.launch_replicas(1, f"{PROGRAMS}:tell", {})
+
+
 def test_head_that_goes_away_leaves_nothing_that_can_be_reached(
     dashboard: FakeDashboard, executor: RayJobsExecutor
 ) -> None:

@@ -11,11 +11,13 @@ import pytest
 from cluster_runs import (
     CANARY,
     CANARY_NAME,
+    DEADLINE_S,
     RUN_ID,
     Terminal,
     check_result,
     in_a_round,
     launch_words,
+    provider_name,
     stored,
     until,
 )
@@ -47,7 +49,7 @@ def test_run_is_carried_from_launch_to_result(
 ) -> None:
     monkeypatch.setenv(CANARY_NAME, CANARY)
     settings = {"role": aws.role, "image": IMAGE, "output_uri": OUTPUT, "spot": True}
-    words = launch_words("sagemaker", settings, s3_env, s3_uri, rounds=30)
+    words = launch_words("sagemaker", settings, s3_env, s3_uri, rounds=16)
     words = [word for word in words if not word.startswith("--secret=AWS_")]
     words += ["--quorum", "3", "--gpu", "A10G"]  # no round without all three
     here, elsewhere = Terminal(tmp_path), Terminal(Path("/"))
@@ -62,29 +64,29 @@ def test_run_is_carried_from_launch_to_result(
     supervisor = elsewhere.start("supervise", *where)
     try:
         until(lambda: in_a_round(s3_uri, [0, 1, 2]), "a round of all three")
-        jobs = aws.training.jobs
-        pid = jobs[f"{RUN_ID}-r1-a0"].pid
+        jobs, name = aws.training.jobs, provider_name(s3_uri)
+        pid = jobs[f"{name}-r1-a0"].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)  # the supervisor starts it again, under a new name
-        jobs[f"{RUN_ID}-r2-a0"].preempt()  # SageMaker starts it again itself
-        assert elsewhere.call("wait", *where)[:2] == (0, "SUCCEEDED\n")
-        out, err = follower.communicate(timeout=60)
+        jobs[f"{name}-r2-a0"].preempt()  # SageMaker starts it again itself
+        out, err = follower.communicate(timeout=DEADLINE_S)
         told, _ = supervisor.communicate(timeout=60)
     finally:
         follower.kill()
         supervisor.kill()
     assert follower.returncode == 0, err
+    assert elsewhere.call("wait", *where)[:2] == (0, "SUCCEEDED\n")
     assert supervisor.returncode == 0, told
     for rank in range(3):
         assert f"replica/{rank} finished" in out
     check_result(s3_uri, {0: 0, 1: 1, 2: 1})
-    assert sorted(jobs) == [f"{RUN_ID}-r{r}" for r in ("0-a0", "1-a0", "1-a1", "2-a0")]
-    assert jobs[f"{RUN_ID}-r2-a0"].containers == 2
+    assert sorted(jobs) == [f"{name}-r{r}" for r in ("0-a0", "1-a0", "1-a1", "2-a0")]
+    assert jobs[f"{name}-r2-a0"].containers == 2
     replicas = json.loads(elsewhere.call("status", *where, "--json")[1])["replicas"]
     assert "137" in replicas[1]["restarted_after"]
     assert RUN_ID in elsewhere.call("ls", "--store", s3_uri)[1]
     _check_secrets(aws, preview, out, stored(s3_uri))
-    assert list(aws.secrets.values) == [f"diloco-cloud/{RUN_ID}"]
+    assert list(aws.secrets.values) == [f"diloco-cloud/{name}"]
     assert elsewhere.call("down", *where, "--yes")[0] == 0
     assert aws.secrets.values == {}
 

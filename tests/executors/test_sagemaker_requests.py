@@ -15,7 +15,7 @@ from sagemaker_fixtures import IMAGE, OUTPUT
 from diloco_cloud.errors import ConfigError, UsageError
 from diloco_cloud.executor import LaunchOptions, Script
 from diloco_cloud.executors.sagemaker import SageMakerExecutor
-from diloco_cloud.executors.sagemaker.clients import training_instances
+from diloco_cloud.executors.sagemaker.clients import Clients, training_instances
 from diloco_cloud.executors.sagemaker.instances import GPUS
 from diloco_cloud.replica_entrypoint import _parser
 
@@ -240,7 +240,7 @@ def test_bad_setting_is_refused_with_a_fix(case: str) -> None:
 
 BAD_LAUNCHES: dict[str, tuple[dict[str, Any], str]] = {
     "a month": ({"timeout": 29 * 86_400}, "28 days"),
-    "a long name": ({"name": "x" * 47}, "46 characters"),
+    "a long name": ({"name": "x" * 49}, "48 characters"),
     "an odd name": ({"name": "tale_1"}, "dashes"),
     "a long variable": ({"env": {"A": "x" * 513}}, "512"),
     "many variables": ({"env": {f"A{i}": "1" for i in range(101)}}, "100"),
@@ -290,3 +290,12 @@ def test_profile_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match="nobody") as caught:
         _preview({"region": None, "profile": "nobody"})
     assert "aws configure" in str(caught.value.fix)
+
+
+def test_sources_go_to_amazon_wherever_the_store_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://account.r2.example")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    client = Clients().get("s3", "us-east-1")
+    assert client.meta.endpoint_url.endswith(".amazonaws.com")

@@ -20,15 +20,15 @@ from cluster_runs import (
 )
 from fakes.slurm_cluster import Cluster
 from servers import S3Server
-from slurm_fixtures import fake_slurm, real_slurm, slurm
+from slurm_fixtures import fake_slurm, real_slurm, truest_slurm
 
 from diloco_cloud.run import Run
 
-__all__ = ["fake_slurm", "real_slurm", "slurm"]
+__all__ = ["fake_slurm", "real_slurm", "truest_slurm"]
 
 
 def test_run_is_carried_from_launch_to_result(
-    slurm: Cluster,
+    truest_slurm: Cluster,
     s3_env: S3Server,
     s3_uri: str,
     tmp_path: Path,
@@ -38,6 +38,7 @@ def test_run_is_carried_from_launch_to_result(
     shared = tmp_path / "shared"
     settings = {"directory": str(shared), "partition": "long"}
     words = launch_words("slurm", settings, s3_env, s3_uri, rounds=16)
+    words += ["--quorum", "3"]  # no round without all three
     here, elsewhere = Terminal(tmp_path), Terminal(Path("/"))
 
     code, preview, err = here.call(*words, "--dry-run")
@@ -53,18 +54,18 @@ def test_run_is_carried_from_launch_to_result(
         handle = Run.open(s3_uri, RUN_ID)._observer.handles()[1][1]
         assert handle is not None
         job = handle.handle.metadata["job"]
-        slurm.preempt(f"{job}_1")  # which hands over, and is queued again by Slurm itself
+        truest_slurm.preempt(f"{job}_1")  # which hands over, and is queued again by Slurm itself
 
-        assert elsewhere.call("wait", *where)[:2] == (0, "SUCCEEDED\n")
         out, err = follower.communicate(timeout=DEADLINE_S)
     finally:
         follower.kill()
     assert follower.returncode == 0, err
+    assert elsewhere.call("wait", *where)[:2] == (0, "SUCCEEDED\n")
     for rank in range(3):
         assert f"replica/{rank} finished" in out
     check_result(s3_uri, {0: 0, 1: 1, 2: 0})
     assert RUN_ID in elsewhere.call("ls", "--store", s3_uri)[1]
-    _check_secrets(slurm, shared, preview, out, stored(s3_uri))
+    _check_secrets(truest_slurm, shared, preview, out, stored(s3_uri))
     assert elsewhere.call("down", *where, "--yes")[0] == 0
     assert list(shared.iterdir()) == []
 

@@ -38,7 +38,7 @@ while time.monotonic() < end:
 
 @pytest.fixture
 def executor(tmp_path: Path) -> SlurmExecutor:
-    return SlurmExecutor(directory=str(tmp_path / "shared"))
+    return SlurmExecutor(directory=str(tmp_path / "shared"), refresh_s=0.1)
 
 
 @pytest.fixture

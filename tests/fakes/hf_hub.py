@@ -23,6 +23,11 @@ import jsonschema
 from fakes.hf_job import OWNER_ID, TERMINAL, FakeJob
 
 SCHEMA = json.loads(Path(__file__).with_name("hf_schema.json").read_text())
+#: jsonschema.validate would check the schema each time, which takes longer than the answer.
+RULES = {
+    name: jsonschema.validators.validator_for(SCHEMA[name])(SCHEMA[name])
+    for name in ("create_job", "job", "hardware")
+}
 HARDWARE = ("cpu-basic", "cpu-upgrade", "t4-small", "l4x1", "a10g-large", "a100-large", "h200")
 PAGE = 3
 _JOB = re.compile(r"/api/jobs/(?P<namespace>[^/]+)/(?P<job>[0-9a-f]{24})(?:/(?P<verb>\w+))?")
@@ -168,7 +173,7 @@ class FakeHub:
 
     def create(self, namespace: str, spec: dict[str, Any]) -> FakeJob:
         """Make a job of a request that the schema accepts."""
-        jsonschema.validate(spec, SCHEMA["create_job"])
+        RULES["create_job"].validate(spec)
         if ("dockerImage" in spec) == ("spaceId" in spec):
             raise jsonschema.ValidationError("one of dockerImage and spaceId is needed")
         job = FakeJob(secrets.token_hex(12), namespace, spec, self.grace_s)
@@ -346,7 +351,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer_jobs(self, value: Any, headers: dict[str, str] | None = None) -> None:
         for job in value if isinstance(value, list) else [value]:
-            jsonschema.validate(job, SCHEMA["job"])
+            RULES["job"].validate(job)
         self._answer(value, headers=headers)
 
     def _answer(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
@@ -375,5 +380,5 @@ def _hardware(name: str) -> dict[str, Any]:
         "unitCostUSD": 0.000167,
         "unitLabel": "minute",
     }
-    jsonschema.validate([value], SCHEMA["hardware"])
+    RULES["hardware"].validate([value])
     return value

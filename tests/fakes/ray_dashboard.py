@@ -81,6 +81,7 @@ class FakeDashboard:
         requests: "METHOD path" and body of everything that was asked, in order.
         resources: of all nodes.
         outages: how many requests are still answered by 503.
+        agentless: how many submissions still find no agent that could take them.
         lost_replies: how many submissions still act and then break the connection.
         held: jobs wait while it is set.
         autoscales: whether there may be more nodes.
@@ -91,6 +92,7 @@ class FakeDashboard:
         self.requests: list[tuple[str, str]] = []
         self.resources = {"CPU": 8.0, "memory": 1e10}
         self.outages = 0
+        self.agentless = 0
         self.lost_replies = 0
         self.held = threading.Event()
         self.autoscales = False
@@ -195,6 +197,10 @@ class FakeDashboard:
                 400,
                 f"{_TRACEBACK}TypeError: metadata values must be strings, got <class 'int'>\n",
             )
+        if self.agentless > 0:
+            self.agentless -= 1
+            said = "No available agent to submit job, please try again later."
+            return 500, f"{_TRACEBACK}Exception: {said}\n"
         id_ = body["submission_id"]
         with self._lock:
             if id_ in self._jobs:
@@ -269,14 +275,16 @@ class FakeDashboard:
     def _environment(self, id_: str, body: Json) -> dict[str, str]:
         user = pwd.getpwuid(os.getuid())
         variables = (body.get("runtime_env") or {}).get("env_vars") or {}
-        return {
+        environment = {
             "HOME": user.pw_dir,
             "PATH": "/usr/local/bin:/usr/bin:/bin",
             "PYTHONUNBUFFERED": "1",
             "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"metadata": {"job_submission_id": id_}}),
             **self._nodes_env,
-            **variables,
         }
+        for name, value in variables.items():
+            environment[name] = _expanded(value, environment)
+        return environment
 
     def _stop(self, job: Job, process: subprocess.Popen[bytes]) -> None:
         """SIGTERM to each process of the job, SIGKILL after its own time."""
@@ -338,6 +346,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
+
+
+def _expanded(value: str, environment: dict[str, str]) -> str:
+    """A variable as Ray sets it: ``update_envs`` of ray/_private/utils.py."""
+
+    def other(match: re.Match[str]) -> str:
+        return environment.get(match[1].strip("{}"), match[0])
+
+    found = re.sub(r"\$(\w+|\{[^}]*\})", other, value)
+    return re.sub(r"\$\{[A-Z0-9_]+\}", "", found)
 
 
 def _descendants(pid: int) -> list[int]:

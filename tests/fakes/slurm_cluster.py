@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from servers import free_ports
+from servers import die_with_parent, free_ports
 
 COMMANDS = Path(__file__).with_name("slurm_commands.py")
 #: Seconds between SIGTERM and SIGKILL.
@@ -91,6 +91,19 @@ class RealCluster:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(timeout=10)
+        # A slurmstepd that has not told its job's end goes on trying to.
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while left := self.processes():
+            assert time.monotonic() < deadline, f"{left} do not die"
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+    def processes(self) -> list[int]:
+        """Everything that runs on behalf of this cluster: its configuration is in their names."""
+        mark = self.env["SLURM_CONF"].encode()
+        return [pid for pid in _pids() if mark in _environment_of(pid)]
 
     def preempt(self, task: str) -> None:
         subprocess.run(["scontrol", "requeue", task], env=self._environment, check=True)
@@ -127,6 +140,7 @@ class RealCluster:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                preexec_fn=die_with_parent,
             )
 
     def _ask(self, *argv: str) -> str:
@@ -189,6 +203,20 @@ NodeName={host} NodeAddr=127.0.0.1 CPUs=16 RealMemory=16000 Gres=gpu:a100:3
 PartitionName=long Nodes={host} Default=YES MaxTime=7-00:00:00 State=UP
 PartitionName=short Nodes={host} MaxTime=01:00:00 State=UP
 """
+
+
+def _pids() -> list[int]:
+    """Of all processes but this one."""
+    found = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def _environment_of(pid: int) -> bytes:
+    """What a process was started with; nothing for one that is gone or a zombie."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
 
 
 class FakeCluster:

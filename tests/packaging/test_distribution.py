@@ -103,7 +103,7 @@ def _expand(extra: str) -> set[str]:
 
 
 def test_all_is_every_extra_that_shares_an_environment() -> None:
-    apart = {"monarch", "replaysim", "sagemaker-sdk", "teachers"}
+    apart = {"monarch", "replaysim", "rewards", "sagemaker-sdk", "teachers"}
     together = set().union(*(_expand(extra) for extra in EXTRAS if extra not in apart | {"all"}))
     assert _expand("all") == together
 

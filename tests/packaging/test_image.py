@@ -11,6 +11,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "replica_images"
@@ -46,6 +48,16 @@ def test_image_installs_within_the_constraints() -> None:
 def test_image_extras_exist() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(ARGUMENTS["EXTRAS"].split(",")) <= set(project["optional-dependencies"])
+
+
+def test_image_has_versions_that_the_package_wants() -> None:
+    """Each direct requirement is pinned, within its bounds."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    chosen = [text for name in ARGUMENTS["EXTRAS"].split(",") for text in extras[name]]
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    for requirement in map(Requirement, [*project["dependencies"], *chosen]):
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)])
 
 
 def test_image_copies_what_exists_and_is_let_in() -> None:

@@ -115,6 +115,49 @@ def test_outcome_does_not_wait_for_a_stuck_heartbeat(store: WatchedStore) -> Non
     assert json.loads(store.get(keys.alive(0)))["state"] == "failed"
 
 
+def test_last_beat_tells_that_the_log_is_complete(store: WatchedStore) -> None:
+    reporter = reporter_of(store)
+    reporter.start()
+    assert store.beats.acquire(timeout=10)
+    assert json.loads(store.get(keys.alive(0)))["logged"] is False
+    reporter._logs.handle(logging.LogRecord("x", logging.INFO, "", 0, "finished", (), None))
+    reporter.end(Outcome.succeeded(None, None))
+    assert b"finished" in store.get(keys.log_chunk(0, 0, 0))
+    assert json.loads(store.get(keys.alive(0)))["logged"] is True
+
+
+def test_last_beat_does_not_claim_a_log_that_is_stuck(store: WatchedStore) -> None:
+    store.stuck_prefix = "logs/"
+    reporter = reporter_of(store)
+    reporter._logs.handle(logging.LogRecord("x", logging.INFO, "", 0, "said", (), None))
+    reporter.start()
+    assert store.stuck.wait(10)
+    reporter.end(PREEMPTED, join_s=0.0)
+    assert json.loads(store.get(keys.alive(0)))["logged"] is False
+
+
+def test_end_of_a_life_that_nothing_hurries_outlasts_a_stuttering_store(
+    store: WatchedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thirty seconds for one request were seen where many replicas ended on two cores."""
+    store.stuck_prefix = "logs/"
+    reporter = reporter_of(store)
+    reporter._logs.handle(logging.LogRecord("x", logging.INFO, "", 0, "finished", (), None))
+    reporter.start()
+    assert store.stuck.wait(10)
+    patience, join = [], reporter._thread.join
+
+    def join_later(timeout: float) -> None:
+        patience.append(timeout)
+        store.release.set()
+        join(timeout)
+
+    monkeypatch.setattr(reporter._thread, "join", join_later)
+    reporter.end(Outcome.succeeded(None, None))
+    assert patience[0] > 50
+    assert b"finished" in store.get(keys.log_chunk(0, 0, 0))
+
+
 def test_announcement_is_sent_at_once_and_stands_until_the_end(store: WatchedStore) -> None:
     reporter = reporter_of(store)
     reporter.heartbeat.follow(Progress())

@@ -26,12 +26,15 @@ _NO_OPTIONS = LaunchOptions()
 
 
 def install(site: Path) -> None:
-    """Make ``site`` a directory that declares the backend "scripted", once it is on the path."""
+    """Make ``site`` a directory that declares two backends, once it is on the path."""
     info = site / "scripted-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: scripted\nVersion: 1.0\n")
-    entry = "scripted = scripted_executor:ScriptedExecutor"
-    (info / "entry_points.txt").write_text(f"[diloco_cloud.executors]\n{entry}\n")
+    entries = (
+        "scripted = scripted_executor:ScriptedExecutor\n"
+        "elsewhere = scripted_executor:ElsewhereExecutor\n"
+    )
+    (info / "entry_points.txt").write_text(f"[diloco_cloud.executors]\n{entries}")
 
 
 class ScriptedExecutor:
@@ -85,6 +88,7 @@ class ScriptedExecutor:
             "timeout": timeout,
             "attempt": options.attempt,
             "world_size": options.world_size,
+            **({"env": dict(options.env)} if options.env else {}),
             "secrets": list(options.secrets),
             "region": self.region,
         }
@@ -94,7 +98,9 @@ class ScriptedExecutor:
             name: int | str = f"{tag}{rank}" if tag else rank
             if (self.directory / f"refuse.{name}").exists():
                 raise RuntimeError("out of capacity")
-            handle = ReplicaHandle(rank, "scripted", {"file": f"{name}.{options.attempt}.json"})
+            handle = ReplicaHandle(
+                rank, self.backend_name, {"file": f"{name}.{options.attempt}.json"}
+            )
             fate = {"state": "running", **self.fate(name, options.attempt), "request": request}
             with (self.directory / f"starts{tag}").open("a") as starts:
                 starts.write(f"{rank} {options.attempt}\n")
@@ -133,7 +139,9 @@ class ScriptedExecutor:
     def recover(self, name: str) -> list[ReplicaHandle]:
         tag = _tag(name)
         files = {life: f"{tag}{life[0]}.{life[1]}.json" for life in self.launched_as(tag)}
-        return [ReplicaHandle(r, "scripted", {"file": file}) for (r, _), file in files.items()]
+        return [
+            ReplicaHandle(r, self.backend_name, {"file": file}) for (r, _), file in files.items()
+        ]
 
     def collect(
         self, handles: Sequence[ReplicaHandle], *, timeout: float | None = None
@@ -149,6 +157,17 @@ class ScriptedExecutor:
         path = self.directory / f"{rank}.{attempt}.json"
         before = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps({**before, **values}))
+
+
+class ElsewhereExecutor(ScriptedExecutor):
+    """The same, apart from the other: its files are in a directory of their own."""
+
+    backend_name = "elsewhere"
+
+    def __init__(self, *, region: str = "asia") -> None:
+        super().__init__(region=region)
+        self.directory = self.directory.with_name("elsewhere")
+        self.directory.mkdir(exist_ok=True)
 
 
 def _tag(name: str) -> str:

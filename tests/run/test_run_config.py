@@ -12,7 +12,7 @@ from diloco_cloud.errors import ConfigError, UsageError
 from diloco_cloud.run import RunSpec, new_run_id
 from diloco_cloud.run.config import parse_set, read_env_file, resolve
 from diloco_cloud.run.durations import format_duration, parse_duration
-from diloco_cloud.run.spec import RUN_ID
+from diloco_cloud.run.spec_checks import RUN_ID
 
 
 def _file(tmp_path: Path, text: str) -> Path:

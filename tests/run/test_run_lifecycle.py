@@ -115,7 +115,7 @@ def test_launch_without_a_secrets_value_is_refused(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    with pytest.raises(UsageError, match=r"HF_TOKEN has no value"):
+    with pytest.raises(UsageError, match=r"HF_TOKEN is not set in this environment"):
         make_run(secrets=("HF_TOKEN",))
 
 

@@ -12,6 +12,7 @@ from scripted_executor import ScriptedExecutor
 from diloco_cloud import keys
 from diloco_cloud.errors import UsageError
 from diloco_cloud.run import Run
+from diloco_cloud.run.follow import LAST_LOOKS
 from diloco_cloud.run.logs import parse_chunk, render_record
 
 MakeRun = Callable[..., Run]
@@ -62,6 +63,41 @@ def test_logs_follow_until_poll_says_the_end(
     nothing_new = [lambda: None] * 5  # silence is not the end
     clock.scheduled = [lambda: first.log("two"), *nothing_new, last_words]
     assert [text for _, text in _texts(run, follow=True)] == ["one", "two", "three"]
+
+
+def test_logs_follow_waits_for_the_last_lines_of_a_life_known_by_its_own_word(
+    make_run: MakeRun, scripted: ScriptedExecutor, clock: Clock
+) -> None:
+    """Its executor cannot be asked, and the record of its end comes before the end of its log."""
+    run = make_run(replicas=1)
+    writer = ReplicaWriter(run.store, 0)
+    writer.log("training")
+    scripted.set(0, state="unknown")
+
+    def end() -> None:
+        writer.end()
+        writer.beat(state="succeeded", logged=False)
+
+    def last_words() -> None:
+        writer.log("finished")
+        writer.beat(state="succeeded", logged=True)
+
+    clock.scheduled = [end, lambda: None, lambda: None, last_words]
+    assert [text for _, text in _texts(run, follow=True)] == ["training", "finished"]
+    assert clock.naps == 4
+
+
+def test_logs_follow_does_not_wait_for_ever_for_a_life_killed_before_its_last_lines(
+    make_run: MakeRun, scripted: ScriptedExecutor, clock: Clock
+) -> None:
+    run = make_run(replicas=1)
+    writer = ReplicaWriter(run.store, 0)
+    writer.log("training")
+    writer.beat(logged=False)
+    writer.end()
+    _end(scripted, 0)
+    assert _texts(run, follow=True) == [(0, "training")]
+    assert clock.naps == LAST_LOOKS
 
 
 def test_logs_follow_goes_on_into_the_next_life(

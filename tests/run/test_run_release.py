@@ -37,7 +37,7 @@ def test_status_releases_a_run_that_has_ended_and_no_other(
     assert executor.released == []
     scripted.set(1, state="succeeded", exit_code=0)
     run.status()
-    assert executor.released == ["run-1"]
+    assert executor.released == [run.provider_name]
 
 
 def test_supervisor_releases_a_run_when_it_is_done_with_it(
@@ -48,7 +48,7 @@ def test_supervisor_releases_a_run_when_it_is_done_with_it(
     scripted.set(0, state="succeeded", exit_code=0)
     clock.scheduled = [lambda: scripted.set(1, state="failed", exit_code=1)]
     assert run.supervise(max_restarts=0).state == "failed"
-    assert executor.released == ["run-1"]
+    assert executor.released == [run.provider_name]
 
 
 def test_executor_that_keeps_nothing_is_not_asked(

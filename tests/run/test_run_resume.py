@@ -11,7 +11,7 @@ import pytest
 from manual_clock import Clock
 from replica_writer import ReplicaWriter
 from run_fixtures import reopen
-from scripted_executor import DIRECTORY_ENV, ScriptedExecutor
+from scripted_executor import ElsewhereExecutor, ScriptedExecutor
 
 from diloco_cloud import keys
 from diloco_cloud.errors import UnknownBackendError, UsageError
@@ -23,23 +23,9 @@ DONE = {"state": "succeeded", "exit_code": 0}
 FAILED = {"state": "failed", "exit_code": 1}
 
 
-class ElsewhereExecutor(ScriptedExecutor):
-    """Another backend, with a directory of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.directory = Path(os.environ[DIRECTORY_ENV]).with_name("elsewhere")
-
-
 @pytest.fixture
-def elsewhere(scripted: ScriptedExecutor, tmp_path: Path) -> ScriptedExecutor:
-    """A second backend, installed as a plug-in."""
-    info = tmp_path / "site" / "elsewhere-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
-    entry = "elsewhere = test_run_resume:ElsewhereExecutor"
-    (info / "entry_points.txt").write_text(f"[diloco_cloud.executors]\n{entry}\n")
-    (tmp_path / "elsewhere").mkdir()
+def elsewhere(scripted: ScriptedExecutor) -> ScriptedExecutor:
+    """A second backend."""
     return ElsewhereExecutor()
 
 
