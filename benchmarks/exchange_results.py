@@ -38,7 +38,7 @@ class Result:
         exact: whether they had the bytes of the slow mean after the last; None unless lossless.
         error: relative L2 error of the mean after the last round.
         planned: what the planner expected a round to take, relative to what it took; the median of
-            the rounds; 0 where there was no plan.
+            the rounds that were planned by what the links had carried; 0 where none was.
         limit: name of the limit that this is to be compared with.
         limit_s: its seconds.
     """
@@ -119,12 +119,17 @@ def result(job: Job, place: Place, rounds: Sequence[Round], means: SlowMean) -> 
         agree=all(one.agree for one in rounds) if exchanged else None,
         exact=exact,
         error=rounds[-1].outcomes[0].error if exchanged else None,
-        planned=_middle(rounds, lambda one: one.measures[0].planned_s / one.seconds),
+        planned=_planned(rounds),
     )
 
 
 def _middle(rounds: Sequence[Round], value: Callable[[Round], float]) -> float:
     return round(median(value(one) for one in rounds), 4)
+
+
+def _planned(rounds: Sequence[Round]) -> float:
+    ratios = [one.measures[0].planned_s / one.seconds for one in rounds]
+    return round(median([ratio for ratio in ratios if ratio > 0] or [0.0]), 4)
 
 
 def _requests(counted: dict[str, int] | Counter[str]) -> dict[str, int]:

@@ -77,7 +77,7 @@ def choose(
     current: Plan | None = None,
     kinds: Sequence[Kind] = KINDS,
 ) -> Plan:
-    """The plan for a job, with the seconds that it is expected to take.
+    """The plan for a job, with the seconds that it is expected to take where links were measured.
 
     Args:
         job: what the next round has to move.
@@ -86,16 +86,17 @@ def choose(
         current: the plan in use, which is kept unless another gains more than a tenth.
         kinds: that may be chosen.
     """
+    is_measured = bool(links)
     links = [slowest(links)]  # what decides; the same in whatever order they came
     costs = {one: by.predict(one, job, links) for one in candidates(job, kinds)}
     least = min(by.weigh(cost) for cost in costs.values())
     if current is not None and current.kind in kinds and possible(current, job):
         now = by.predict(current, job, links)
         if by.weigh(now) <= least / (1 - _WORTH_CHANGING):
-            return replace(current, expected_s=now.seconds)
+            return replace(current, expected_s=now.seconds if is_measured else 0.0)
     equal = [one for one, cost in costs.items() if by.weigh(cost) <= least * (1 + _EQUAL)]
     best = min(equal, key=lambda one: _preference(one, costs[one]))
-    return replace(best, expected_s=costs[best].seconds)
+    return replace(best, expected_s=costs[best].seconds if is_measured else 0.0)
 
 
 def candidates(job: Job, kinds: Sequence[Kind] = KINDS) -> Iterator[Plan]:

@@ -267,6 +267,7 @@ def test_a_plan_says_how_long_it_is_expected_to_take(current: Plan | None) -> No
     chosen = choose(a_job, [SHAPED], current=current)
     assert chosen.expected_s == predict(chosen, a_job, [SHAPED]).seconds > 0
     assert plan(plan_json(chosen)).expected_s == chosen.expected_s
+    assert choose(a_job, [], current=current).expected_s == 0.0  # whose links nobody knows
 
 
 @pytest.mark.parametrize("text", ["", "null", "[]", "3", "{}", '{"kind": "sharded"}', "NaN"])
