@@ -1,6 +1,6 @@
 """Kill a replica at every step of a round, in every role, and see whether anything is lost.
 
-    python benchmarks/crash_matrix.py [--seeds 10] [--sample] [--only REGEX]
+    python benchmarks/crash_matrix.py [--seeds 10] [--sample] [--only REGEX] [--name NAME]
 
 Each run is four processes that train a small model over a directory; one of them is killed with
 SIGKILL before, after or half-way through one request to the store, and started again by the
@@ -15,7 +15,7 @@ exported result have them; and every token was merged once, or died with its pro
 misses a deadline while the machine is busy with other things, as its own arithmetic shows, is
 repeated; what it missed is in the results too.
 
-The table goes to benchmarks/results/crash_matrix.md, and every kill to crash_matrix.json.
+The table goes to benchmarks/results/NAME.md, and every kill to NAME.json.
 """
 
 from __future__ import annotations
@@ -233,7 +233,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10, help="runs of each cell; default 10")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--sample", action="store_true", help="one run of each cell, no files")
-    parser.add_argument("--only", default="", help="cells whose name has this pattern; no files")
+    parser.add_argument("--only", default="", help="cells whose name has this pattern")
+    parser.add_argument("--name", help="of the files in results, here of chosen cells too")
     parser.add_argument("--dir", type=Path, help="where runs are kept while they last")
     parser.add_argument("--keep", action="store_true", help="keep the directories of failed runs")
     options = parser.parse_args()
@@ -252,11 +253,13 @@ def main() -> None:
     figures = summary(kills, time.monotonic() - began)
     print(table(kills))
     print(json.dumps(figures, indent=2))
-    if not (options.sample or options.only):
-        (RESULTS / "crash_matrix.json").write_text(
+    is_whole = not (options.sample or options.only)
+    name = options.name or ("crash_matrix" if is_whole else None)
+    if name is not None:
+        (RESULTS / f"{name}.json").write_text(
             json.dumps({**figures, "runs": [asdict(one) for _, one in kills]}, indent=1)
         )
-        (RESULTS / "crash_matrix.md").write_text(report(figures, kills))
+        (RESULTS / f"{name}.md").write_text(report(figures, kills))
     sys.exit(any(one.fault for _, one in kills))
 
 
