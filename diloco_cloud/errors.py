@@ -42,7 +42,12 @@ class DilocoError(Exception):
     Args:
         message: what happened, in one sentence.
         fix: what the user can do about it, in one sentence.
+
+    Attributes:
+        backend: that ``message`` names, where a run has several; None where it names none.
     """
+
+    backend: str | None = None
 
     def __init__(self, message: str, *, fix: str | None = None) -> None:
         super().__init__(message)

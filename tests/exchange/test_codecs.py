@@ -17,7 +17,7 @@ from diloco_cloud.exchange.codecs import get_codec
 CODECS = ["fp32", "bf16", "int8", "e3m0", "e2m1", "sparse"]
 DENSE = CODECS[:-1]
 
-fuzzed = settings(max_examples=40, deadline=None)
+fuzzed = settings(max_examples=40)
 
 
 def _decoded(name: str, values: torch.Tensor) -> torch.Tensor:

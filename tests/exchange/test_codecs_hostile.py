@@ -18,7 +18,7 @@ from diloco_cloud.exchange.codecs import get_codec
 
 CODECS = ["fp32", "bf16", "int8", "e3m0", "e2m1", "sparse"]
 
-fuzzed = settings(max_examples=60, deadline=None)
+fuzzed = settings(max_examples=60)
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -106,7 +106,7 @@ def _mutants(draw: st.DrawFn, name: str) -> tuple[bytes, int]:
 
 
 @pytest.mark.parametrize("name", CODECS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_decoder_survives_changes_to_valid_chunks(name: str, data: st.DataObject) -> None:
     mutant, numel = data.draw(_mutants(name))

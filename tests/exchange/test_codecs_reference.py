@@ -35,7 +35,7 @@ def test_codec_equals_reference_on_every_kind_of_values(name: str, kind: str) ->
 
 
 @pytest.mark.parametrize("name", CODECS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(values=chunks(most=4097))
 def test_codec_equals_reference(name: str, values: torch.Tensor) -> None:
     _check(name, values)

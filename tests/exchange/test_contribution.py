@@ -93,7 +93,7 @@ JSON = st.recursive(
 
 
 # A busy machine is not what is tested.
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(sorted(asdict(HEADER))), JSON, max_size=4))
 def test_decode_of_any_fields_is_a_header_or_one_error(changes: dict[str, object]) -> None:
     text = json.dumps(asdict(HEADER) | changes).encode()

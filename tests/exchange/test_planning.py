@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_cloud.errors import CorruptContributionError
@@ -127,7 +127,6 @@ def test_small_shards_are_cut_finely_enough_for_all_to_have_some() -> None:
     assert 32 * MB // found.chunk_bytes >= 16
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 10**12),
     st.integers(1, 300),

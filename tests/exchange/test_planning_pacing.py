@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from diloco_cloud.exchange.agreement import Clock, Watch
@@ -74,7 +74,6 @@ def test_a_foreseen_event_takes_fewer_looks_and_is_seen_sooner(seconds: float) -
     assert late <= max(0.01, 0.01 * seconds) * (1 + 1e-9)
 
 
-@settings(deadline=None)
 @given(st.floats(0.01, 1e4), st.floats(0.01, 1e4), st.floats(0.02, 1e3))
 @example(10.0, 8.0, 1.0)
 @example(10.0, 20.0, 1.0)
@@ -95,7 +94,6 @@ def test_no_wait_is_late_by_more_than_it_was_expected_or_overdue(
     assert late <= min(bound, longest) * (1 + 1e-6) + 1e-9
 
 
-@settings(deadline=None)
 @given(
     st.floats(0, 500), st.none() | st.floats(0.01, 800), st.floats(0.02, 60), st.floats(1e-3, 0.02)
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_cloud.exchange.links import UNKNOWN, Link
@@ -229,7 +229,6 @@ def cost_of(plan: Plan, a_job: Job, links: list[Link]) -> Cost | None:
     return predict(plan, a_job, links, LISTED["s3"])
 
 
-@settings(deadline=None)
 @given(PLANS, JOBS, st.lists(LINKS, min_size=1, max_size=4), st.floats(1, 10), st.data())
 def test_worse_links_never_help(
     plan: Plan, a_job: Job, links: list[Link], factor: float, data: st.DataObject
@@ -249,7 +248,6 @@ def test_worse_links_never_help(
         assert after.seconds >= before.seconds * (1 - 1e-9)
 
 
-@settings(deadline=None)
 @given(PLANS, JOBS, st.lists(LINKS, max_size=4), st.integers(0, 10**10), st.floats(1, 10))
 def test_more_to_move_never_takes_less(
     plan: Plan, a_job: Job, links: list[Link], more: int, ratio: float
@@ -264,7 +262,6 @@ def test_more_to_move_never_takes_less(
         assert smaller.seconds <= before.seconds * (1 + 1e-9)
 
 
-@settings(deadline=None)
 @given(PLANS, JOBS, st.permutations([Link.of(10.0**k, 10.0 ** (12 - k), k / 10) for k in range(9)]))
 def test_prediction_does_not_depend_on_the_order_of_links(
     plan: Plan, a_job: Job, links: list[Link]

@@ -15,25 +15,27 @@ PACKAGE = Path(__file__).parents[2] / "diloco_cloud"
 #: Executors and the launcher share these; they know no run, no store and no tensor.
 CONTRACT = {
     *("errors", "executor", "entrypoints", "executor_registry", "launch_request"),
-    *("replica_command", "collecting"),
+    *("replica_command", "collecting", "secrets"),
 }
 
 #: The rooms of the package, and the other rooms each may import, at any depth.
 MAY_IMPORT = {
     "errors": set(),
     "executor": {"errors"},
+    "secrets": {"errors"},
     "entrypoints": CONTRACT,
     "executor_registry": CONTRACT,
     "launch_request": CONTRACT,
     "replica_command": CONTRACT,
     "collecting": CONTRACT,
     "executors": CONTRACT,
-    "store": {"errors"},
+    "store": {"errors", "secrets"},
     # Loads a codec of the exchange when one is asked for; knows their names without.
     "codec_registry": {"errors", "exchange"},
     "exchange": {"errors", "keys", "store", "codec_registry"},
     "outer": {"errors", "keys", "store", "exchange"},
-    "trainers": {"errors", "outer", "store", "keys"},
+    "trainers": {"errors", "outer", "store", "keys", "composer"},
+    "composer": {"errors"},
     "keys": set(),
     "horizon": set(),
     "exports": CONTRACT,

@@ -1,0 +1,67 @@
+"""Prompts as token ids, the way TRL's trainer encodes them for a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from diloco_cloud.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message: TypeAlias = Mapping[str, Any]
+#: Plain text, or the messages of a conversation that ends before the model's turn.
+Prompt: TypeAlias = str | Sequence[Message]
+
+
+@dataclass(frozen=True)
+class PromptEncoder:
+    """Encodes what comes before the model's turn.
+
+    Attributes:
+        tokenizer: of the model.
+        tools: schemas or functions the template shows to the model.
+        chat_template: used instead of the tokenizer's own.
+        template_options: further arguments of ``apply_chat_template``.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    tools: Sequence[Any] = ()
+    chat_template: str | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Ids of all that precedes the turn, the template's opening of it included.
+
+        Raises:
+            ConfigError: a conversation, but no chat template.
+        """
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt)["input_ids"])
+        require_template(self.tokenizer, self.chat_template)
+        text = self.tokenizer.apply_chat_template(
+            [dict(message) for message in prompt],
+            tools=list(self.tools) or None,
+            chat_template=self.chat_template,
+            add_generation_prompt=True,
+            tokenize=False,
+            **self.template_options,
+        )
+        # The template writes special tokens itself.
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def require_template(tokenizer: Any, chat_template: str | None = None) -> None:
+    """Refuse conversations where nothing says how the model wants them written.
+
+    Raises:
+        ConfigError: there is no chat template.
+    """
+    if chat_template is None and not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            f"prompts are conversations, and {type(tokenizer).__name__} has no chat template",
+            fix="Use an instruction-tuned model's tokenizer, set tokenizer.chat_template, or give "
+            "prompts as plain text.",
+        )

@@ -1,0 +1,143 @@
+"""The model's forward passes for channels 2 and 3, with as little of (B, T, V) as it allows."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from diloco_cloud.composer.channels import (
+    ChannelLoss,
+    SDPOOptions,
+    sdpo_loss,
+    sdpo_loss_from_hidden,
+)
+from diloco_cloud.composer.losses.logprobs import token_logprobs
+from diloco_cloud.composer.turns import Turns
+
+logger = logging.getLogger(__name__)
+
+
+class ChannelForward:
+    """Runs a causal language model the way its ``forward`` allows.
+
+    Args:
+        bare: the model without adapters and without a distributed wrapper, which hide its
+            signature and its output head.
+        may_use_head: whether the output head's weight can be read as it is: not where it is
+            sharded, or computes in another precision than the rest.
+    """
+
+    def __init__(self, bare: nn.Module, *, may_use_head: bool = True) -> None:
+        accepted = inspect.signature(bare.forward).parameters
+        self._keeps_few = "logits_to_keep" in accepted
+        self._takes_positions = "position_ids" in accepted
+        find_head: Any = getattr(bare, "get_output_embeddings", lambda: None)
+        head = find_head()
+        plain = type(head) is nn.Linear and self._keeps_few and may_use_head
+        self._head: nn.Linear | None = head if plain else None
+        self._head_is_checked = False
+
+    def distill(
+        self,
+        model: nn.Module,
+        student: Turns,
+        teacher: Turns,
+        options: SDPOOptions,
+        *,
+        num_items: float | torch.Tensor | None = None,
+    ) -> ChannelLoss:
+        """Channel 2: ``model`` after the student's contexts against itself after the teacher's.
+
+        Args:
+            model: to call; may be wrapped. The teacher's pass is in evaluation mode, without
+                gradient.
+            student: turns after the contexts they were written in.
+            teacher: the same turns in the same rows, after the hinted contexts.
+            options: of the loss.
+            num_items: what the sum over tokens is divided by; by default their number.
+        """
+        mask = student.turn_mask
+        with torch.no_grad(), _EvaluationMode(model):
+            teacher_states = self._states(model, teacher)
+        student_states = self._states(model, student)
+        if self._head is None:
+            return sdpo_loss(student_states, teacher_states, mask, options, num_items=num_items)
+        return sdpo_loss_from_hidden(
+            student_states, teacher_states, self._head, mask, options, num_items=num_items
+        )
+
+    def response_logprobs(
+        self, model: nn.Module, input_ids: torch.Tensor, response_mask: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of response tokens, for sequences padded on the right.
+
+        Args:
+            model: to call; may be wrapped.
+            input_ids: (N, T).
+            response_mask: (N, T), 0 in the first column; every row marks at least one token.
+
+        Returns:
+            (N, L) log-probabilities of the last L tokens, where L reaches back to the first
+            response token of all rows, and their part of the mask.
+        """
+        first = int(response_mask.any(dim=0).nonzero()[0])
+        columns = input_ids.size(1) - first
+        # Nothing attends to what is behind it, so padding on the right needs no mask.
+        logits = self._last(model, {"input_ids": input_ids}, columns)
+        mask = response_mask[:, first:]
+        return token_logprobs(logits, input_ids[:, first:], mask), mask
+
+    def _states(self, model: nn.Module, turns: Turns) -> torch.Tensor:
+        """What predicts the last columns: hidden states (B, L, H) where the head can be applied
+        later, else logits (B, L, V)."""
+        inputs: dict[str, Any] = {
+            "input_ids": turns.input_ids,
+            "attention_mask": turns.attention_mask,
+        }
+        if self._takes_positions:
+            # Else a model with absolute positions counts the padding.
+            inputs["position_ids"] = (turns.attention_mask.cumsum(-1) - 1).clamp(min=0)
+        if self._head is None:
+            return self._last(model, inputs, turns.columns)
+        output = model(**inputs, use_cache=False, output_hidden_states=True, logits_to_keep=1)
+        hidden: torch.Tensor = output.hidden_states[-1][:, -turns.columns - 1 :]
+        if not self._head_is_checked and not self._head_gives(output.logits, hidden):
+            self._head = None
+            return self._last(model, inputs, turns.columns)
+        return hidden[:, :-1]
+
+    def _last(self, model: nn.Module, inputs: dict[str, Any], columns: int) -> torch.Tensor:
+        """Logits that predict the last ``columns`` tokens, (B, columns, V)."""
+        if self._keeps_few:
+            inputs = {**inputs, "logits_to_keep": columns + 1}
+        logits: torch.Tensor = model(**inputs, use_cache=False).logits
+        return logits[:, -columns - 1 : -1]
+
+    @torch.no_grad()
+    def _head_gives(self, logits: torch.Tensor, hidden: torch.Tensor) -> bool:
+        """Whether the logits are the head's output as it is: some models scale or cap them."""
+        assert self._head is not None
+        self._head_is_checked = True
+        mine = self._head(hidden[:, -1:].to(self._head.weight.dtype)).float()
+        tolerance = 1e-4 if logits.dtype == torch.float32 else 2e-2
+        plain = torch.allclose(mine, logits.float(), rtol=tolerance, atol=tolerance)
+        if not plain:
+            logger.info("logits are not the output head's alone: channel 2 materialises them")
+        return plain
+
+
+class _EvaluationMode:
+    """Dropout off for a while: the teacher's word should not depend on chance."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._was_training = model, model.training
+
+    def __enter__(self) -> None:
+        self._model.eval()
+
+    def __exit__(self, *_: object) -> None:
+        self._model.train(self._was_training)

@@ -1,0 +1,115 @@
+"""What the composer's channels 2 and 3 can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from diloco_cloud.composer.losses import divergences
+from diloco_cloud.composer.losses.checks import positive, require
+
+SDPOWrapper = Literal["none", "taid", "entropy_opd"]
+EntropyMode = Literal["soft", "paper"]
+DPOVariant = Literal["dpo", "simpo"]
+
+
+@dataclass(frozen=True)
+class SDPOOptions:
+    """What channel 2 minimises between the student's and the teacher's distribution of a token.
+
+    Change one field with :func:`dataclasses.replace`, such as ``taid_t`` before each step.
+
+    Attributes:
+        jsd_beta: 0 forward KL, 0.5 symmetric JSD, 1 reverse KL. For ``wrapper="none"``.
+        temperature: of both softmaxes. For ``"none"`` and ``"entropy_opd"``.
+        token_clip: the most one token may add to the loss, in nats; a token above it has no
+            gradient. None for no ceiling.
+        wrapper: ``"none"`` for the generalised JSD, ``"taid"``, or ``"entropy_opd"``.
+        taid_t: TAID's interpolation, in [0, 1]; required by ``"taid"``.
+        entropy_opd_h_max: entropy in nats at which the soft gate is all forward KL; None for
+            log V.
+        entropy_opd_mode: ``"soft"`` mixes by entropy, ``"paper"`` adds a forward KL above a
+            threshold (:func:`~diloco_cloud.composer.losses.entropy_aware_opd_loss`).
+
+    Raises:
+        ConfigError: a value out of its range, an unknown wrapper or mode, or TAID without ``t``.
+    """
+
+    jsd_beta: float = 0.5
+    temperature: float = 1.0
+    token_clip: float | None = None
+    wrapper: SDPOWrapper = "none"
+    taid_t: float | None = None
+    entropy_opd_h_max: float | None = None
+    entropy_opd_mode: EntropyMode = "soft"
+
+    def __post_init__(self) -> None:
+        require(
+            self.wrapper in ("none", "taid", "entropy_opd"),
+            f"sdpo_wrapper is {self.wrapper!r}",
+            fix="Use 'none', 'taid' or 'entropy_opd'.",
+        )
+        require(
+            self.wrapper != "taid" or self.taid_t is not None,
+            "sdpo_wrapper='taid' needs taid_t",
+            fix="Pass the interpolation of this step, such as TAIDScheduler(...).t.",
+        )
+        require(
+            self.token_clip is None or self.token_clip > 0,
+            f"token_clip is {self.token_clip}",
+            fix="Give a ceiling above 0, in nats per token, or None.",
+        )
+        positive(self.temperature, "sdpo_temperature")
+        self.kernel()
+
+    def kernel(self) -> divergences.Kernel:
+        """The divergence of one token, as the row-wise driver runs it."""
+        if self.wrapper == "taid":
+            assert self.taid_t is not None
+            return divergences.taid(float(self.taid_t))
+        if self.wrapper == "entropy_opd":
+            return divergences.entropy_aware(self.entropy_opd_mode, h_max=self.entropy_opd_h_max)
+        return divergences.generalized_jsd(self.jsd_beta)
+
+    @property
+    def softmax_temperature(self) -> float:
+        """The temperature in force: TAID has none."""
+        return 1.0 if self.wrapper == "taid" else self.temperature
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """What channel 3 minimises over preference pairs.
+
+    Attributes:
+        variant: ``"dpo"``, which needs reference log-probabilities, or ``"simpo"``, which
+            ignores them.
+        dpo_beta: DPO's inverse temperature.
+        label_smoothing: of DPO, in [0, 0.5): the chance that a pair is labelled the wrong way
+            round (conservative DPO).
+        simpo_beta: SimPO's scale.
+        simpo_gamma: SimPO's target margin.
+
+    Raises:
+        ConfigError: an unknown variant, or a value out of its range.
+    """
+
+    variant: DPOVariant = "dpo"
+    dpo_beta: float = 0.1
+    label_smoothing: float = 0.0
+    simpo_beta: float = 2.0
+    simpo_gamma: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(
+            self.variant in ("dpo", "simpo"),
+            f"dpo_variant is {self.variant!r}",
+            fix="Use 'dpo' or 'simpo'.",
+        )
+        positive(self.dpo_beta, "replay_dpo_beta")
+        positive(self.simpo_beta, "simpo_beta")
+        require(
+            0.0 <= self.label_smoothing < 0.5,
+            f"label_smoothing is {self.label_smoothing}",
+            fix="Give a probability from 0 to below 0.5.",
+        )

@@ -1,0 +1,165 @@
+"""What the trainer is made on, and what it decides before training begins."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from transformers import ProcessorMixin
+from transformers.trainer_utils import get_last_checkpoint
+
+from diloco_cloud.composer.channels import ReplayOptions
+from diloco_cloud.composer.encoding import PromptEncoder
+from diloco_cloud.composer.hints import dispatch
+from diloco_cloud.composer.prompt_rows import bring_hints
+from diloco_cloud.composer.replay import Replay
+from diloco_cloud.composer.teacher_context import HintGenerator, Hints
+from diloco_cloud.errors import ConfigError, MissingDependencyError
+
+logger = logging.getLogger(__name__)
+
+
+def grpo_trainer() -> Any:
+    """TRL's GRPOTrainer, or where TRL is absent a class that says so when it is instantiated."""
+    try:
+        return importlib.import_module("trl").GRPOTrainer
+    except ImportError as error:
+        missing = str(error)
+
+    class GRPOTrainer:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            raise MissingDependencyError(
+                f"ComposerReplicationTrainer needs trl ({missing})",
+                fix="pip install 'diloco-cloud[train]'",
+            )
+
+    return GRPOTrainer
+
+
+def check_arguments(arguments: Mapping[str, Any], **weights: float) -> None:
+    """Refuse weights below 0, and the argument that GRPOTrainer hasn't.
+
+    Raises:
+        ConfigError: see above.
+    """
+    for name, weight in weights.items():
+        if not 0 <= weight < math.inf:
+            raise ConfigError(f"{name} is {weight!r}", fix="A weight is at least 0; 0 is off.")
+    if "data_collator" in arguments:
+        raise ConfigError(
+            "GRPOTrainer has no data_collator: it makes its batches from rollouts",
+            fix="Give hints as columns of train_dataset (hint, or error_kind and error_meta), and "
+            "preference pairs as dpo_pairs.",
+        )
+
+
+def find_hints(
+    trainer: Any, encoder: PromptEncoder, limit: int | None, generator: HintGenerator | None
+) -> Hints | None:
+    """What makes channel 2's contexts; None where the channel is off.
+
+    Args:
+        trainer: a GRPOTrainer with ``alpha_sdpo``.
+        encoder: of its prompts.
+        limit: tokens of the model's context, if it has a limit.
+        generator: given by the user, or None.
+
+    Raises:
+        ConfigError: the channel is on and cannot fire, or the model reads images.
+    """
+    if not trainer.alpha_sdpo:
+        return None
+    from_errors = generator is not None and bool(trainer.tools)
+    hints = Hints(encoder, generator or _dispatch, limit, reads_tool_errors=from_errors)
+    has_rows = trainer.environment_factories is None
+    from_rows = has_rows and bring_hints(trainer.train_dataset, hints)
+    if not (from_rows or from_errors or trainer.rollout_func is not None):
+        logger.warning(
+            "channel 2 is off: alpha_sdpo is %g, and train_dataset has no hint or error_kind",
+            trainer.alpha_sdpo,
+        )
+        return None
+    if isinstance(trainer.processing_class, ProcessorMixin):
+        raise ConfigError(
+            "channel 2 does not read images", fix="Set alpha_sdpo=0, or use a text model."
+        )
+    return hints
+
+
+def make_replay(
+    trainer: Any,
+    pairs: Iterable[Mapping[str, Any]] | None,
+    options: ReplayOptions,
+    *,
+    batch_size: int | None,
+    max_length: int,
+) -> Replay | None:
+    """Channel 3's stream; None where the channel is off.
+
+    Args:
+        trainer: a GRPOTrainer with ``beta_replay``.
+        pairs: given by the user, or None.
+        options: of the loss.
+        batch_size: pairs of a process in a micro-batch; by default as many as rollouts.
+        max_length: tokens of prompt and response together.
+
+    Raises:
+        ConfigError: a pair is malformed, none is usable, or the reference policy cannot be run.
+    """
+    if not trainer.beta_replay:
+        return None
+    if pairs is None:
+        logger.warning(
+            "channel 3 is off: beta_replay is %g, and there are no dpo_pairs", trainer.beta_replay
+        )
+        return None
+    if options.variant == "dpo" and (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
+        raise ConfigError(
+            "a sharded model cannot score the pairs before training begins",
+            fix='Set dpo_variant="simpo", which needs no reference policy, or train on one device.',
+        )
+    return Replay(
+        pairs,
+        trainer.processing_class,
+        max_length=max_length,
+        batch_size=batch_size or trainer.args.per_device_train_batch_size,
+        seed=trainer.args.seed,
+        needs_reference=options.variant == "dpo",
+        process=trainer.accelerator.process_index,
+        processes=trainer.accelerator.num_processes,
+    )
+
+
+def reference_policy(model: Any, *, has_new_adapter: bool) -> AbstractContextManager[Any]:
+    """The model as the reference policy is before training.
+
+    That is the model without an adapter that is new, TRL's copy of an adapter that is not, and else
+    the model itself.
+
+    Args:
+        model: not wrapped.
+        has_new_adapter: whether the trainer made the adapter.
+    """
+    adapters: Mapping[str, Any] = getattr(model, "peft_config", {})
+    if "ref" not in adapters and not has_new_adapter:
+        return nullcontext()
+    use_adapter: Any = importlib.import_module("trl.trainer.utils").use_adapter
+    found: AbstractContextManager[Any] = use_adapter(model, "ref" if "ref" in adapters else None)
+    return found
+
+
+def checkpoint_folder(resume_from_checkpoint: str | bool, output_dir: str) -> Path:
+    """The folder that ``train`` resumes from."""
+    if isinstance(resume_from_checkpoint, str):
+        return Path(resume_from_checkpoint)
+    last: Any = get_last_checkpoint(output_dir)  # type: ignore[no-untyped-call]
+    return Path(last or output_dir)
+
+
+def _dispatch(error_kind: str, meta: dict[str, Any]) -> str | None:
+    return dispatch(error_kind, meta)  # type: ignore[arg-type]  # whatever a row has in it

