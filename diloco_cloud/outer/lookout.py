@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 #: Pauses between two looks, each one LIST, as parts of a round: there is little to be seen before
 #: most of it has passed, and then every pause is one in which all others wait for this replica.
 _FIRST_LOOK = 0.8
-_PAUSE = 0.02
+_PAUSE = 0.01
 _SHORTEST_S = 0.05
 
 
