@@ -252,7 +252,8 @@ class RecoversReplicas(Protocol):
         """Handles of all replicas that were launched as ``options.name``, ended ones too.
 
         Raises:
-            LaunchError: the provider cannot be asked.
+            LaunchError: the provider cannot be asked, or has something of that name that it does
+                not tell. Whoever cancels a run must not believe that nothing is left.
         """
 
 
@@ -266,7 +267,7 @@ class ForgetsReplicas(Protocol):
 
 @runtime_checkable
 class ReleasesRun(Protocol):
-    """Keeps something for a run as a whole, such as an App that its replicas are calls of."""
+    """Keeps something for a run as a whole: an App that its replicas are calls of, or secrets."""
 
     def release(self, name: str) -> None:
         """Give it back, now that all replicas launched as ``name`` have ended; never raises.

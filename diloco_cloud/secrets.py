@@ -25,6 +25,8 @@ _VARIABLE: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _HOW: Final = "Write NAME, or NAME=SOURCE where SOURCE is the variable's name here: never a value."
 #: What stands for a value where it was taken out.
 MASK: Final = "***"
+#: Values of fewer characters are masked as whole words only.
+_SHORT: Final = 4
 
 
 @final
@@ -141,13 +143,10 @@ def _missing(name: str, source: str) -> ConfigError:
             f"the secret {name} is not set in this environment",
             fix=f"Export {name} before launching.",
         )
-    if source != source.upper():  # `--secret TOKEN=the-token-itself`, as other tools have it
-        return ConfigError(
-            f"the secret {name} comes from a variable that is not set in this environment", fix=_HOW
-        )
+    # Not repeated: it may be `--secret TOKEN=the-token-itself`, as other tools have it.
     return ConfigError(
-        f"the secret {name} comes from {source}, which is not set in this environment",
-        fix=f"Export {source} before launching.",
+        f"the variable given after {name}= is not set in this environment",
+        fix=f"Export it before launching. {_HOW}",
     )
 
 
@@ -157,17 +156,25 @@ def revealed(secrets: Mapping[str, Secret]) -> dict[str, str]:
 
 
 def redacted(text: str, secrets: Iterable[Secret]) -> str:
-    """``text`` with :data:`MASK` for the values, plain or as requests and errors quote them."""
+    """``text`` with :data:`MASK` for the values, plain or as requests and errors quote them.
+
+    A value of less than four characters is taken out where it is a word of its own: within others
+    it would be found everywhere, which tells more of it than it hides.
+    """
     return masked(text, (secret.reveal() for secret in secrets))
 
 
 def masked(text: str, values: Iterable[str]) -> str:
     """The same for values that are not secrets of a run. Empty ones are passed over."""
-    forms = {form for value in values for form in _forms(value) if form}
+    forms: dict[str, str] = {}
+    for value in values:
+        for form in filter(None, _forms(value)):
+            whole = re.escape(form)
+            forms[form] = whole if len(value) >= _SHORT else rf"(?<!\w){whole}(?!\w)"
     if not forms:
         return text
     longest_first = sorted(forms, key=len, reverse=True)  # none leaves the rest of a longer one
-    return re.sub("|".join(map(re.escape, longest_first)), MASK, text)
+    return re.sub("|".join(forms[form] for form in longest_first), MASK, text)
 
 
 def _forms(value: str) -> Iterator[str]:

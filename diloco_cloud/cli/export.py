@@ -69,7 +69,7 @@ def command(
         "gpu": spec.gpu,
         "timeout": spec.timeout,
         "restarts": spec.max_restarts,
-        "secrets": spec.secret_names,
+        "secrets": spec.on(target).secret_names,
         "cpus": cpus,
         "memory": memory,
     }

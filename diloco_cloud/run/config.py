@@ -28,6 +28,7 @@ from diloco_cloud.run.durations import parse_duration
 from diloco_cloud.run.fleet import DEFAULT_BACKEND
 from diloco_cloud.run.names import DEFAULT_NAME, new_run_id
 from diloco_cloud.run.spec import RunSpec
+from diloco_cloud.run.spec_checks import check_env
 from diloco_cloud.store.opening import is_uri
 
 #: Where runs of the local backend go when no store is given, below the working directory.
@@ -90,6 +91,7 @@ def resolve(
     if values["run_id"] is None:
         values["run_id"] = new_run_id(_text("name", name), rng=rng)
     spec = RunSpec(**_typed(values))
+    check_env(spec)
     require_backend(spec.backend)  # before the store that it would need
     return Settings(spec, _store_uri(spec, store))
 
@@ -213,18 +215,13 @@ def _typed(values: dict[str, Any]) -> dict[str, Any]:
         values["init_from"] = _weights_uri(values["init_from"])
     _check_env("env", values.get("env", {}))
     for side in values.get("fleet", ()):
-        _check_env(f"backend.{side.backend}.env", side.env, f"{side.backend}:")
+        _check_env(f"backend.{side.backend}.env", side.env)
     return values
 
 
-def _check_env(table: str, env: Mapping[str, Any], whose: str = "") -> None:
+def _check_env(table: str, env: Mapping[str, Any]) -> None:
     for key, value in env.items():
         _expect(isinstance(value, str), f"{table}.{key}", value, "a text")
-        if backend_args.looks_secret(key):
-            raise ConfigError(
-                f"{key} looks like a secret, and env is stored with the run",
-                fix=f"Pass it with --secret {whose}{key}.",
-            )
 
 
 def _weights_uri(text: str) -> str:

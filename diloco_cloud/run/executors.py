@@ -48,6 +48,12 @@ class Executors:
                 self._made[name] = get_executor(name, **self._args.get(name, {}))
             return self._made[name]
 
+    @property
+    def made(self) -> dict[str, ServerlessExecutor]:
+        """By backend, those that were given or needed so far."""
+        with self._lock:
+            return dict(self._made)
+
     def find(self, backend: str) -> tuple[ServerlessExecutor | None, str | None]:
         """The executor of a backend; or None, and why it can't be had on this machine."""
         try:

@@ -83,13 +83,15 @@ def ranks_by_backend(fleet: Sequence[Side]) -> dict[str, range]:
     }
 
 
-def check_fleet(fleet: Sequence[Side], replicas: int, backend: str) -> tuple[int, str]:
+def check_fleet(
+    fleet: Sequence[Side], replicas: int | None, backend: str | None
+) -> tuple[int, str]:
     """How many replicas a run has, and which backend is its own, as its fleet says.
 
     Args:
         fleet: of the run.
-        replicas: as given, or the default.
-        backend: the same.
+        replicas: as given; None: as many as the fleet has, or the default.
+        backend: as given; None: the fleet's first, or the default.
 
     Raises:
         ConfigError: they contradict each other.
@@ -102,17 +104,18 @@ def check_fleet(fleet: Sequence[Side], replicas: int, backend: str) -> tuple[int
             )
     launched = ranks_by_backend(fleet)
     if not launched:
-        return replicas, backend
+        chosen = DEFAULT_BACKEND if backend is None else backend
+        return DEFAULT_REPLICAS if replicas is None else replicas, chosen
     total = sum(map(len, launched.values()))
-    if replicas not in (DEFAULT_REPLICAS, total):
+    if replicas not in (None, total):
         raise ConfigError(
             f"replicas is {replicas}, and the fleet has {total}", fix="Leave replicas out."
         )
-    if backend in launched:
-        return total, backend
-    if backend != DEFAULT_BACKEND:
+    if backend is None:
+        return total, next(iter(launched))
+    if backend not in launched:
         raise not_in_fleet(backend, launched)
-    return total, next(iter(launched))
+    return total, backend
 
 
 def not_in_fleet(backend: str, fleet: Mapping[str, object]) -> ConfigError:

@@ -7,15 +7,20 @@ import time
 from collections.abc import Callable
 
 from diloco_cloud.errors import ConfigError, NotFoundError
-from diloco_cloud.executor import ChecksLaunch, PreviewsLaunch
 from diloco_cloud.run.executors import Executors, Given
 from diloco_cloud.run.intents import Start, announce
-from diloco_cloud.run.preflight import check_environment, check_meeting_place, check_trainer
+from diloco_cloud.run.preflight import (
+    check_environment,
+    check_meeting_place,
+    check_run_key,
+    check_trainer,
+)
 from diloco_cloud.run.record import create_run
 from diloco_cloud.run.reducers import reducers_request
 from diloco_cloud.run.run import Run
 from diloco_cloud.run.sides import naming, start_sides
 from diloco_cloud.run.spec import RunSpec
+from diloco_cloud.run.spec_checks import check_env
 from diloco_cloud.run.start import LaunchRequest, build_request
 from diloco_cloud.store import open_store, probe_store
 
@@ -31,16 +36,20 @@ def check_launch(spec: RunSpec, store_uri: str, executor: Given = None) -> Execu
     Raises:
         UsageError: a backend, the trainer, a dependency or a secret is not there.
     """
+    check_env(spec)
     executors = Executors(spec.backend, executor, spec.backend_args)
+    several = len(spec.ranks_by_backend) > 1
     for backend in spec.ranks_by_backend:
-        with naming(backend, spec):
+        with naming(backend, several=several):
             executors.get(backend)
-    check_meeting_place(spec, store_uri)
+    check_meeting_place(list(spec.ranks_by_backend), store_uri)
     check_trainer(
         spec.trainer, spec.trainer_args, os.getcwd(), settings=spec.changed_trainer_settings
     )
     for backend in spec.ranks_by_backend:
-        check_environment(spec, backend)
+        with naming(backend, several=several):
+            check_environment(spec, backend)
+    check_run_key(spec)
     return executors
 
 
@@ -51,13 +60,9 @@ def check_requests(spec: RunSpec, executors: Executors, run_uri: str) -> None:
         UsageError: a provider could not satisfy the request.
     """
     for backend, requests in build_requests(spec, run_uri).items():
-        executor = executors.get(backend)
         for request in requests:
-            with naming(backend, spec):
-                if isinstance(executor, PreviewsLaunch):
-                    request.submit(executor.preview_launch)
-                if isinstance(executor, ChecksLaunch):
-                    request.submit(executor.check_launch)
+            with naming(backend, several=len(spec.ranks_by_backend) > 1):
+                request.check(executors.get(backend))
 
 
 def build_requests(spec: RunSpec, run_uri: str) -> dict[str, list[LaunchRequest]]:
@@ -125,7 +130,7 @@ def launch(
     for start in starts:  # all, before any is started: whoever cancels knows where to look
         announce(prefix, start, at=clock())
     start_sides(prefix, record, executors, starts, clock=clock)
-    made = {backend: executors.get(backend) for backend in spec.ranks_by_backend}
-    run = Run(prefix, record, executor=made, clock=clock)
+    given = os.fspath(store_uri)
+    run = Run(prefix, record, executor=executors.made, store_uri=given, clock=clock)
     run.start_reducers()
     return run

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from diloco_cloud import keys
 from diloco_cloud.errors import DilocoError, LaunchError, UsageError
@@ -13,7 +14,7 @@ from diloco_cloud.run.elsewhere import STOP_COMMANDS
 from diloco_cloud.run.executors import Executors
 from diloco_cloud.run.lives import read_lives
 from diloco_cloud.run.observe import Observer
-from diloco_cloud.run.record import Launched, RunRecord, create_json, read_json
+from diloco_cloud.run.record import Launched, create_json, read_json
 from diloco_cloud.run.status import ReplicaView, RunStatus
 from diloco_cloud.store.base import ObjectStore
 
@@ -63,46 +64,97 @@ def cancel(
     for view in concerned:
         wish(view.rank, view.attempt)
     handles = observer.handles()
-    failures: list[DilocoError] = []
+    failures = _Failures()
     for view in concerned:
         attempt, launched = handles[view.rank]
         if attempt > view.attempt:  # started meanwhile
             wish(view.rank, attempt)
         if launched is not None and (attempt > view.attempt or not view.ended):
-            try:
+            with failures.noted(launched.backend, view.rank):
                 executors.get(launched.backend).cancel(launched.handle)
-            except (LaunchError, UsageError) as error:  # the others are to end all the same
-                failures.append(error)
-    unrecorded = [view for view in concerned if handles[view.rank][1] is None]
-    failures += _cancel_unrecorded(observer.record, unrecorded, executors)
-    if failures:
-        raise failures[0]
+    silent = {v.rank: v.backend for v in concerned if handles[v.rank][1] is None and v.backend}
+    _cancel_unrecorded(store, observer, executors, chosen, silent, failures)
+    failures.tell()
     return [view.rank for view in concerned if _goes_on(view, handles[view.rank][0])]
 
 
-def _cancel_unrecorded(
-    record: RunRecord, views: Sequence[ReplicaView], executors: Executors
-) -> list[DilocoError]:
-    """End what a launcher started that died before it could write down the provider's id.
+def cancel_unrecorded(store: ObjectStore, observer: Observer, executors: Executors) -> None:
+    """End what launchers started that died before they could write down the provider's ids.
 
-    Returns what could not be done, by backend: the others are looked at all the same.
+    Raises:
+        DilocoError: a provider could not be asked.
     """
-    failures: list[DilocoError] = []
-    for backend in {view.backend for view in views if view.backend is not None}:
+    failures = _Failures()
+    ranks = range(observer.ranks(read_lives(store)))
+    _cancel_unrecorded(store, observer, executors, ranks, {}, failures)
+    failures.tell()
+
+
+def _cancel_unrecorded(
+    store: ObjectStore,
+    observer: Observer,
+    executors: Executors,
+    ranks: Collection[int],
+    silent: Mapping[int, str],
+    failures: _Failures,
+) -> None:
+    """Ask the providers themselves for replicas of ``ranks`` that were announced and left no trace.
+
+    Args:
+        store: the run's own prefix.
+        observer: of the run.
+        executors: of its replicas.
+        ranks: which ones.
+        silent: by rank, where others are that have no handle, announced or not.
+        failures: told what could not be done; all else is done all the same.
+    """
+    record = observer.record
+    wanted: dict[str, set[int]] = {}
+    for rank, backend in silent.items():
+        wanted.setdefault(backend, set()).add(rank)
+    for (rank, attempt), kinds in read_lives(store).kinds.items():
+        if rank in ranks and "intent" in kinds and not {"handle", "outcome"} & kinds.keys():
+            announced = observer.intent(rank, attempt).get("backend", record.spec.backend)
+            wanted.setdefault(str(announced), set()).add(rank)
+    for backend, theirs in wanted.items():
         if backend in STOP_COMMANDS:
             command = STOP_COMMANDS[backend].format(run_id=record.spec.run_id)
             logger.warning("what %s has started, it stops: %s", backend, command)
             continue
-        ranks = {view.rank for view in views if view.backend == backend}
-        try:
+        with failures.noted(backend, *sorted(theirs)):
             executor = executors.get(backend)
-            if isinstance(executor, RecoversReplicas):
-                for handle in executor.recover(record.name):
-                    if handle.rank in ranks:
+            found = executor.recover(record.name) if isinstance(executor, RecoversReplicas) else []
+            for handle in found:
+                if handle.rank in theirs:
+                    with failures.noted(backend, handle.rank):
                         executor.cancel(handle)
+
+
+class _Failures:
+    """What could not be cancelled, of several replicas on several backends."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], tuple[DilocoError, list[int]]] = {}
+
+    @contextlib.contextmanager
+    def noted(self, backend: str, *ranks: int) -> Iterator[None]:
+        """Go on after an error of the block, which concerns these ranks."""
+        try:
+            yield
         except (LaunchError, UsageError) as error:
-            failures.append(error)
-    return failures
+            _, known = self._found.setdefault((backend, error.message), (error, []))
+            known += [rank for rank in ranks if rank not in known]
+
+    def tell(self) -> None:
+        """Raise the first error, which then names them all."""
+        if self._found:
+            lines = [
+                f"replicas {sorted(ranks)} on {backend} could not be cancelled: {message}"
+                for (backend, message), (_, ranks) in self._found.items()
+            ]
+            error = next(iter(self._found.values()))[0]
+            error.message = "; ".join(lines)
+            raise error
 
 
 def _goes_on(view: ReplicaView, newest: int) -> bool:
@@ -160,10 +212,9 @@ def forget(lives: Sequence[Launched], executors: Executors) -> None:
             logger.warning("the replicas' own records on %s are still there: %s", backend, error)
 
 
-def release(status: RunStatus, executors: Executors, record: RunRecord) -> None:
+def release(observer: Observer, executors: Executors) -> None:
     """Let executors give back what they keep for a run that has ended."""
-    used = (view.backend for view in status.replicas if view.backend is not None)
-    for backend in {*record.spec.ranks_by_backend, *used}:
+    for backend in observer.backends_used():
         executor, _ = executors.find(backend)
         if executor is not None and isinstance(executor, ReleasesRun):
-            executor.release(record.name)
+            executor.release(observer.record.name)

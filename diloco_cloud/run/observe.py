@@ -132,7 +132,7 @@ class Observer:
             last_commit=_shown(look.averaging.newest),
             reducers=spec.reducers,
             reducers_alive=self._reducers_alive(),
-            note=next(iter(look.notes), None),
+            note="; ".join(sorted(set(look.notes))) or None,
         )
 
     def size(self, lives: Lives) -> int:
@@ -141,6 +141,12 @@ class Observer:
             return self._record.spec.replicas
         changed = self._once(keys.size(lives.size_number))
         return int((changed or {}).get("replicas", self._record.spec.replicas))
+
+    def _backend_of(self, rank: int, lives: Lives) -> str:
+        """Where a rank belongs that nobody has meant to start yet."""
+        changed = self._once(keys.size(lives.size_number)) if lives.size_number else None
+        backend = ((changed or {}).get("backends") or {}).get(str(rank))
+        return str(backend or self._record.spec.backend_of(rank))
 
     def ranks(self, lives: Lives) -> int:
         """How many ranks the run has or had."""
@@ -173,6 +179,22 @@ class Observer:
         """What the starter of a life wrote before it was started; {} if there is nothing."""
         return self._once(keys.intent(rank, attempt)) or {}
 
+    def backends_used(self) -> tuple[str, ...]:
+        """Every backend that replicas were ever meant to be on, as of the last observation."""
+        lives = self.lives.kinds.items()
+        begun = [life for life, kinds in lives if "intent" in kinds or "handle" in kinds]
+        found = dict.fromkeys(self._record.spec.ranks_by_backend)
+        for backend in _parallel(lambda life: self._begun_on(*life), begun):
+            if backend is not None:
+                found[backend] = None
+        return tuple(found)
+
+    def _begun_on(self, rank: int, attempt: int) -> str | None:
+        # Handles first: those of the newest lives have been read already.
+        found = self.launched(rank, attempt) if "handle" in self.lives.of(rank, attempt) else None
+        backend = found.backend if found else self.intent(rank, attempt).get("backend")
+        return None if backend is None else str(backend)
+
     # -- one replica ---------------------------------------------------------------------------
 
     def _view(self, rank: int, look: _Look) -> ReplicaView:
@@ -180,11 +202,8 @@ class Observer:
         kinds = look.lives.of(rank, attempt)
         launched = self._launched_as(rank, attempt, look.lives)
         intent = self._intent(rank, attempt, kinds)
-        backend = str(
-            launched.backend
-            if launched
-            else intent.get("backend", self._record.spec.backend_of(rank))
-        )
+        begun = launched.backend if launched else intent.get("backend")
+        backend = str(begun or self._backend_of(rank, look.lives))
         executor = self._executor(backend, look.notes) if launched else None
         polled = self._poll(executor, launched)
         outcome = self._once(keys.outcome(rank, attempt)) if "outcome" in kinds else None

@@ -18,7 +18,8 @@ def place(
     order.
 
     Args:
-        fleet: how many replicas there are to be on each backend: as many as there are views.
+        fleet: how many replicas there are to be on each backend: as many as there are views, those
+            that have done their work among them.
         others: replicas that stay what and where they are.
         starting: those that are to be started.
 
@@ -27,6 +28,8 @@ def place(
     """
     room = Counter(fleet)
     for view in others:
+        if view.state == "succeeded":  # it has done its work, and takes nobody's place
+            continue
         backend = view.backend or ""
         room[backend] -= 1
         if room[backend] < 0:

@@ -10,7 +10,7 @@ import difflib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import MappingProxyType
@@ -64,19 +64,43 @@ def check_environment(spec: RunSpec, backend: str | None = None) -> None:
         )
 
 
-def check_meeting_place(spec: RunSpec, store_uri: str) -> None:
+def check_run_key(spec: RunSpec) -> None:
+    """Check that replicas on all backends of a signed run sign with the same key.
+
+    Args:
+        spec: of a run whose secrets all have a value here.
+
+    Raises:
+        ConfigError: they would not believe each other.
+    """
+    if not spec.signed:
+        return
+    used = {
+        backend: read_secrets(spec.on(backend).secrets, os.environ)[RUN_KEY_ENV]
+        for backend in spec.ranks_by_backend
+    }
+    first = next(iter(used))
+    for backend, key in used.items():
+        if key != used[first]:
+            raise ConfigError(
+                f"{first} and {backend} get different values of {RUN_KEY_ENV}",
+                fix="Give all replicas of a run the same key: what the others sign is ignored.",
+            )
+
+
+def check_meeting_place(backends: Sequence[str], store_uri: str) -> None:
     """Check that a fleet's store is no directory that only one of its backends may see.
 
     Args:
-        spec: of the run.
+        backends: that the run's replicas are on.
         store_uri: a ``file:`` URI is taken at its word: some clusters share a filesystem.
 
     Raises:
         ConfigError: it is a plain directory.
     """
-    if len(spec.ranks_by_backend) > 1 and not is_uri(store_uri):
+    if len(backends) > 1 and not is_uri(store_uri):
         raise ConfigError(
-            f"replicas on {' and '.join(spec.ranks_by_backend)} cannot meet in {store_uri}",
+            f"replicas on {' and '.join(backends)} cannot meet in {store_uri}",
             fix="Put the run in a bucket: --store s3://bucket/prefix. If all of them mount that "
             f"directory, write file://{store_uri}.",
         )

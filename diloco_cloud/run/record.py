@@ -172,19 +172,28 @@ def list_lives(store: ObjectStore) -> Mapping[Life, Mapping[str, float]]:
     return read_lives(store).kinds
 
 
-def change_size(store: ObjectStore, number: int, replicas: int, *, at: float) -> None:
+def change_size(
+    store: ObjectStore, number: int, replicas: int, places: Mapping[int, str], *, at: float
+) -> None:
     """Record that the run has so many replicas from now on.
 
     Args:
         store: the run's own prefix.
         number: one more than that of the newest change.
         replicas: ranks from 0 to one less belong to the run.
+        places: the backends of those that are about to be started: whoever finds one that never was
+            knows where it belongs.
         at: seconds since the epoch.
 
     Raises:
         UsageError: somebody else has just changed it.
     """
-    if not create_json(store, keys.size(number), {"replicas": replicas, "requested_at": at}):
+    values = {
+        "replicas": replicas,
+        "backends": {str(rank): backend for rank, backend in places.items()},
+        "requested_at": at,
+    }
+    if not create_json(store, keys.size(number), values):
         raise UsageError(
             f"the number of replicas of {store.uri.rpartition('/')[2]} was just changed by "
             "someone else",

@@ -113,7 +113,7 @@ class Reducers:
         self._clock = clock
         self._observer = Observer(self._store, self._record, executors, clock=clock)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._restarter: Restarter = _Restarter(
+        self._restarter = _Restarter(
             self._store,
             self._record,
             self._observer,
@@ -122,7 +122,7 @@ class Reducers:
             on_event=self._events.put,
             clock=clock,
         )
-        self._restarter.launch = self._launch
+        self._restarter.request_of = self._request
         self._pool: ThreadPoolExecutor | None = None
         self._work: Future[None] | None = None
         self._founded = self._released = False
@@ -183,16 +183,19 @@ class Reducers:
             logger.warning("the run goes on without its reducers: %s", error.message)
 
     def _launch(self, executor: ServerlessExecutor, start: Start) -> None:
-        request = reducers_request(
+        request = self._request(start)
+        start_replicas(
+            self._store, self._record, executor, start, request=request, clock=self._clock
+        )
+
+    def _request(self, start: Start) -> LaunchRequest:
+        return reducers_request(
             self._run,
             self._run_uri,
             backend=start.backend,
             indices=start.ranks,
             attempt=start.attempt,
             name=self._record.name,
-        )
-        start_replicas(
-            self._store, self._record, executor, start, request=request, clock=self._clock
         )
 
     def _found(self) -> None:
@@ -228,7 +231,7 @@ class Reducers:
         if self.count and not self._released and self._store.list(keys.REPLICAS):
             status = self._observer.observe()
             if status.is_terminal:
-                lifecycle.release(status, self._executors, self._record)
+                lifecycle.release(self._observer, self._executors)
                 self._released = True
 
     def stop(self, timeout: float, sleep: Callable[[float], None]) -> None:
@@ -254,7 +257,7 @@ class Reducers:
                     fix="Repeat `down` in a minute.",
                 )
             sleep(_INTERVAL_S)
-        lifecycle.release(status, self._executors, self._record)
+        lifecycle.release(self._observer, self._executors)
 
     def launched(self) -> list[Launched]:
         """All lives that there have been."""
@@ -265,7 +268,7 @@ class _Restarter(Restarter):
     """Starts reducers again."""
 
     noun = "reducer"
-    launch: Callable[[ServerlessExecutor, Start], None]
+    request_of: Callable[[Start], LaunchRequest]
 
     def _plan(self, view: ReplicaView, status: RunStatus, now: float) -> Restart | None:
         wished = "cancel" in self._observer.lives.of(view.rank, view.attempt)
@@ -276,8 +279,8 @@ class _Restarter(Restarter):
     def _has_progressed(self, view: ReplicaView) -> bool:
         return bool(view.round)  # rounds served, as its signs of life tell
 
-    def _launch(self, executor: ServerlessExecutor, start: Start) -> None:
-        self.launch(executor, start)
+    def _request(self, start: Start) -> LaunchRequest:
+        return self.request_of(start)
 
     def _event(
         self, kind: EventKind, text: str, rank: int | None = None, attempt: int | None = None

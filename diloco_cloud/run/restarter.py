@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -17,14 +18,13 @@ from diloco_cloud.errors import (
     UnreachableError,
     UsageError,
 )
-from diloco_cloud.executor import ServerlessExecutor
 from diloco_cloud.run.executors import Executors
 from diloco_cloud.run.intents import Start, announce
 from diloco_cloud.run.lives import Life, read_lives
 from diloco_cloud.run.observe import Observer
 from diloco_cloud.run.record import RunRecord, create_json
 from diloco_cloud.run.restart import ABANDONED_S, restart_delay
-from diloco_cloud.run.start import start_replicas
+from diloco_cloud.run.start import LaunchRequest, import_path, start_replicas, start_request
 from diloco_cloud.run.status import ReplicaView, RunStatus
 from diloco_cloud.run.views import why_ended
 from diloco_cloud.store.base import ObjectStore
@@ -42,7 +42,8 @@ class Event:
     Attributes:
         kind: "died": a replica ended and is to be started again; "restarted": it was; "refused": a
             start failed; "given_up": it ended, and is not started again; "trouble": the store
-            could not be reached, and will be tried again.
+            could not be reached, or nothing can be started on a backend from this machine; it will
+            be tried again.
         time: seconds since the epoch.
         rank, attempt: of the replica, and which life of it; None where it concerns none.
         text: one line for people.
@@ -73,6 +74,19 @@ class Restart:
     view: ReplicaView
     in_a_row: int
     due: float
+
+
+@dataclass(frozen=True)
+class _Barred:
+    """A replica that this machine was found unable to start.
+
+    Attributes:
+        times: in a row.
+        until: it is not tried again, by the supervisor's clock.
+    """
+
+    times: int
+    until: float
 
 
 class Restarter:
@@ -111,22 +125,25 @@ class Restarter:
         self._clock = clock
         self._deaths: dict[Life, float] = {}
         self._settled: set[Life] = set()
+        self._barred: dict[int, _Barred] = {}
 
-    def look(self, status: RunStatus) -> bool:
-        """Act on what a status shows; whether something is left to be started again.
+    def look(self, status: RunStatus, *, without: Collection[str] = ()) -> bool:
+        """Act on what a status shows; whether something is left to be started again from here.
 
         Args:
             status: the observer's newest.
+            without: backends on which nothing can be started from this machine.
         """
         now = self._clock()
-        restarts = [r for view in status.replicas if (r := self._plan(view, status, now))]
-        due = [restart for restart in restarts if restart.due <= now]
+        views = [view for view in status.replicas if view.backend not in without]
+        restarts = [restart for view in views if (restart := self._plan(view, status, now))]
+        due = [restart for restart in restarts if self._due_here(restart) <= now]
         if due:
             with ThreadPoolExecutor(_STARTS, thread_name_prefix="restart") as pool:
                 events = pool.map(lambda restart: self._start(restart, status.size), due)
                 for event in filter(None, events):
                     self._on_event(event)
-        return bool(restarts)
+        return any(restart.view.rank not in self._barred for restart in restarts)
 
     # -- deciding ------------------------------------------------------------------------------
 
@@ -171,6 +188,11 @@ class Restarter:
             self._on_event(self._event("died", text, *life))
         return self._deaths[life] + delay
 
+    def _due_here(self, restart: Restart) -> float:
+        """When to start it again from this machine, which may have been found unable to."""
+        barred = self._barred.get(restart.view.rank)
+        return restart.due if barred is None else max(restart.due, barred.until)
+
     def _give_up(self, view: ReplicaView) -> None:
         times = "restart" if self._max == 1 else "restarts"
         reason = f"{self._max} {times} in a row, none of which got into a round"
@@ -192,7 +214,11 @@ class Restarter:
         rank = restart.view.rank
         try:
             attempt = self._start_or_raise(restart, size)
-        except (LaunchError, UsageError) as error:  # recorded, for the next look to read
+        except UsageError as error:  # another machine may be able to
+            self._bar(rank)
+            text = f"{self.noun} {rank} cannot be started from here: {error.message}"
+            return self._event("refused", text, rank)
+        except LaunchError as error:  # recorded, for the next look to read
             return self._event(
                 "refused", f"{self.noun} {rank} was not started: {error.message}", rank
             )
@@ -200,10 +226,17 @@ class Restarter:
             return self._event(
                 "trouble", f"{self.noun} {rank} was not started: {error.message}", rank
             )
+        self._barred.pop(rank, None)
         if attempt is None:
             return None
         text = f"{self.noun} {rank} is started again, as attempt {attempt}"
         return self._event("restarted", text, rank, attempt)
+
+    def _bar(self, rank: int) -> None:
+        """Leave a rank to other machines for a while, the longer the more often it was tried."""
+        times = self._barred[rank].times + 1 if rank in self._barred else 1
+        until = self._clock() + restart_delay(times + 1, "no_capacity")
+        self._barred[rank] = _Barred(times, until)
 
     def _start_or_raise(self, restart: Restart, size: int) -> int | None:
         """Start a replica again; its attempt, or None where it was not ours to start."""
@@ -219,15 +252,23 @@ class Restarter:
             after={view.rank: why_ended(view)} if view.ended else {},
             in_a_row=restart.in_a_row,
         )
+        request = self._request(start)
+        # Before the announcement: what we lack, others may have. A provider that cannot be asked
+        # will refuse the launch, too, and that counts.
+        with import_path(self._record.directory), contextlib.suppress(LaunchError):
+            request.check(executor)
         if not announce(self._store, start, at=self._clock()):
             return None  # another supervisor's, or a user's: the next look shows what came of it
         if self._is_unwanted(view, start.attempt):
             return None
-        self._launch(executor, start)
+        start_replicas(
+            self._store, self._record, executor, start, request=request, clock=self._clock
+        )
         return start.attempt
 
-    def _launch(self, executor: ServerlessExecutor, start: Start) -> None:
-        start_replicas(self._store, self._record, executor, start, clock=self._clock)
+    def _request(self, start: Start) -> LaunchRequest:
+        """What the executor is asked for."""
+        return start_request(self._record, self._store.uri, start)
 
     def _is_unwanted(self, view: ReplicaView, attempt: int) -> bool:
         """Whether a user cancelled the replica after it was looked at.

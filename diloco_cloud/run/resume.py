@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from diloco_cloud.errors import UsageError
 from diloco_cloud.executor_registry import require_backend
@@ -16,11 +16,11 @@ from diloco_cloud.run.intents import Start, announce
 from diloco_cloud.run.lifecycle import check_ranks
 from diloco_cloud.run.observe import Observer
 from diloco_cloud.run.placing import place
-from diloco_cloud.run.preflight import check_environment, check_trainer
+from diloco_cloud.run.preflight import check_environment, check_meeting_place, check_trainer
 from diloco_cloud.run.record import RunRecord, change_size
 from diloco_cloud.run.restart import ABANDONED_S
-from diloco_cloud.run.sides import naming
-from diloco_cloud.run.start import start_replicas
+from diloco_cloud.run.sides import naming, start_sides
+from diloco_cloud.run.start import import_path, start_request
 from diloco_cloud.run.status import ReplicaView, RunStatus
 from diloco_cloud.run.views import why_ended
 from diloco_cloud.store.base import ObjectStore
@@ -35,11 +35,16 @@ def resume(
     executors: Executors,
     ranks: Sequence[int] | None = None,
     *,
+    store_uri: str,
     replicas: int | Mapping[str, int] | None = None,
     backend: str | None = None,
     clock: Callable[[], float] = time.time,
 ) -> list[int]:
-    """Start replicas again that have ended, or new ones; see :meth:`diloco_cloud.Run.resume`."""
+    """Start replicas again that have ended, or new ones; see :meth:`diloco_cloud.Run.resume`.
+
+    Nothing is written before every backend has been asked whether it can do its part. Then all of
+    it is done, or none.
+    """
     status = observer.observe()
     _refuse_finished(status)
     fleet = None
@@ -54,36 +59,102 @@ def resume(
         if not chosen and size == status.size:
             _refuse(status)
     groups = _by_backend(status.replicas[:size], chosen, backend, fleet)
-    for name in groups:
-        executors.get(name)
-        check_environment(record.spec, name)
-    if chosen:
-        _check_trainer(record, groups)
+    starts = [_start(observer, name, views, size) for name, views in groups.items()]
+    _check(store, record, executors, starts, _places(status.replicas, groups), store_uri)
+    number = observer.lives.size_number
     if size != status.size:
-        change_size(store, observer.lives.size_number + 1, size, at=clock())
-    _stop_unheard(observer, executors, chosen)
-    started: list[int] = []
-    for name, views in groups.items():
-        start = Start(
-            ranks=[view.rank for view in views],
-            attempt=max(observer.next_attempt(view) for view in views),
-            backend=name,
-            world_size=size,
-            by="resume",
-            after={view.rank: why_ended(view) for view in views if view.ended},
-        )
-        mine = announce(store, start, at=clock())
-        if mine:
-            start = dataclasses.replace(start, ranks=mine)
-            with naming(name, record.spec):
-                start_replicas(store, record, executors.get(name), start, clock=clock)
-            started += mine
-    if chosen and not started:
+        places = {rank: start.backend for start in starts for rank in start.ranks}
+        change_size(store, number + 1, size, places, at=clock())
+    try:
+        mine = _announce(store, starts, clock)
+        ours = {rank for start in mine for rank in start.ranks}
+        _stop_unheard(observer, executors, [view for view in chosen if view.rank in ours])
+        started = start_sides(store, record, executors, mine, clock=clock)
+    except BaseException:
+        if size != status.size:
+            _change_back(store, number + 2, status.size, clock)
+        raise
+    _tell_who_is_left_out(status.run_id, [v.rank for v in chosen if v.rank not in ours], ours)
+    return started
+
+
+def _start(observer: Observer, backend: str, views: Sequence[ReplicaView], size: int) -> Start:
+    """How replicas are started together on one backend."""
+    return Start(
+        ranks=[view.rank for view in views],
+        attempt=max(observer.next_attempt(view) for view in views),
+        backend=backend,
+        world_size=size,
+        by="resume",
+        after={view.rank: why_ended(view) for view in views if view.ended},
+    )
+
+
+def _places(views: Sequence[ReplicaView], groups: Mapping[str, Sequence[ReplicaView]]) -> list[str]:
+    """The backends that replicas will be on."""
+    starting = {view.rank for group in groups.values() for view in group}
+    stay = [v for v in views if v.launched and not v.ended and v.rank not in starting]
+    return list(dict.fromkeys((*(view.backend for view in stay if view.backend), *groups)))
+
+
+def _check(
+    store: ObjectStore,
+    record: RunRecord,
+    executors: Executors,
+    starts: Sequence[Start],
+    places: Sequence[str],
+    store_uri: str,
+) -> None:
+    """Find out on every backend what can be known to fail.
+
+    Raises:
+        UsageError: one of the starts cannot work.
+    """
+    several = len(starts) > 1
+    for start in starts:
+        with naming(start.backend, several=several):
+            executors.get(start.backend)
+            check_environment(record.spec, start.backend)
+    if starts:
+        check_meeting_place(places, store_uri)
+        _check_trainer(record, [start.backend for start in starts])
+    with import_path(record.directory):
+        for start in starts:
+            with naming(start.backend, several=several):
+                start_request(record, store.uri, start).check(executors.get(start.backend))
+
+
+def _announce(
+    store: ObjectStore, starts: Sequence[Start], clock: Callable[[], float]
+) -> list[Start]:
+    """Announce all, before any is started; those of whose ranks some are ours to start."""
+    ours = [
+        dataclasses.replace(start, ranks=announce(store, start, at=clock())) for start in starts
+    ]
+    return [start for start in ours if start.ranks]
+
+
+def _change_back(store: ObjectStore, number: int, size: int, clock: Callable[[], float]) -> None:
+    """Give a run whose new replicas could not be started its old size again; never raises."""
+    try:
+        change_size(store, number, size, {}, at=clock())
+    except Exception as error:
+        logger.warning("the run's number of replicas could not be changed back: %s", error)
+
+
+def _tell_who_is_left_out(run_id: str, theirs: Sequence[int], ours: Collection[int]) -> None:
+    """Say which replicas somebody else is starting.
+
+    Raises:
+        UsageError: all of them.
+    """
+    if theirs and not ours:
         raise UsageError(
-            f"{status.run_id} is being resumed by someone else",
+            f"{run_id} is being resumed by someone else",
             fix="Look again with `diloco-cloud status`.",
         )
-    return sorted(started)
+    if theirs:
+        logger.warning("replicas %s are being started by someone else, and were left alone", theirs)
 
 
 def _checked_fleet(replicas: Mapping[str, int], backend: str | None) -> dict[str, int]:
@@ -150,7 +221,7 @@ def _named(status: RunStatus, ranks: Sequence[int]) -> list[ReplicaView]:
 
 def _has_ended_early(view: ReplicaView) -> bool:
     if view.state == "pending":  # unless it queues at its provider, or somebody is at it
-        at_it = not view.retired and (view.starting_s or 0.0) <= ABANDONED_S
+        at_it = (view.starting_s or 0.0) <= ABANDONED_S
         return not view.launched and not at_it
     return view.state in ("failed", "cancelled")
 
@@ -184,7 +255,7 @@ def _stop_unheard(observer: Observer, executors: Executors, views: Sequence[Repl
                 logger.warning("attempt %d of replica %d: %s", view.attempt, view.rank, error)
 
 
-def _check_trainer(record: RunRecord, backends: dict[str, list[ReplicaView]]) -> None:
+def _check_trainer(record: RunRecord, backends: Sequence[str]) -> None:
     """Look for the trainer where local replicas will, or where it was when the run was launched."""
     here = os.path.isdir(record.directory)
     if here or "local" in backends:

@@ -44,6 +44,8 @@ class Run:
         record: what its ``run.json`` says.
         executor: of the spec's backend, or several by backend; default: the registry's, when they
             are first needed.
+        store_uri: where the prefix lies, as the user has it: a plain directory may be one that only
+            this machine sees. Default: as the store has it, which is taken at its word.
         clock: seconds since the epoch.
         sleep: waits for so many seconds.
     """
@@ -54,10 +56,12 @@ class Run:
         record: RunRecord,
         *,
         executor: Given = None,
+        store_uri: str | None = None,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._store = store
+        self._store_uri = store_uri or parent_uri(store)
         self._record = record
         spec = record.spec
         self._executors = Executors(spec.backend, executor, spec.backend_args)
@@ -89,7 +93,8 @@ class Run:
         record = read_run(prefix)
         if record is None:
             raise run_not_found(store, run_id)
-        return cls(prefix, record, executor=executor, clock=clock, sleep=sleep)
+        given = os.fspath(store_uri)
+        return cls(prefix, record, executor=executor, store_uri=given, clock=clock, sleep=sleep)
 
     def __repr__(self) -> str:
         return f"Run({self.uri!r})"
@@ -140,7 +145,7 @@ class Run:
         """What the prefix and the executor say now."""
         status = self._observer.observe()
         if status.is_terminal:
-            lifecycle.release(status, self._executors, self._record)
+            lifecycle.release(self._observer, self._executors)
             self._reducers.release()
         return status
 
@@ -245,8 +250,9 @@ class Run:
             backend: where to start them; default: where each of them was before.
 
         Raises:
-            UsageError: nothing to resume: the run has succeeded, or its replicas are running.
-            LaunchError: the backend failed; what had been started on it was cancelled.
+            UsageError: nothing to resume: the run has succeeded, or its replicas are running; or a
+                backend cannot do its part. Nothing was started.
+            LaunchError: a backend failed; what had been started, on any of them, was cancelled.
         """
         started = resume(
             self._store,
@@ -254,6 +260,7 @@ class Run:
             self._observer,
             self._executors,
             ranks,
+            store_uri=self._store_uri,
             replicas=replicas,
             backend=backend,
             clock=self._clock,
@@ -328,13 +335,15 @@ class Run:
 
         Raises:
             UsageError: the run is still going, and ``cancel`` is false.
-            DilocoError: the replicas or reducers did not end in time; nothing was deleted.
+            DilocoError: the replicas or reducers did not end in time, or a provider cannot tell
+                whether a launcher that died has started more; nothing was deleted.
         """
         status = self.status()
         if not status.is_terminal:
             lifecycle.refuse_unless(cancel, status)
             self.cancel()
             lifecycle.require_ended(self.wait(timeout))
+        lifecycle.cancel_unrecorded(self._store, self._observer, self._executors)
         self._reducers.stop(timeout, self._sleep)
         launched = [*lifecycle.every_launch(self._store), *self._reducers.launched()]
         count = lifecycle.delete(self._store)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from diloco_cloud import keys
 from diloco_cloud.errors import DilocoError
-from diloco_cloud.executor import ReplicaHandle
 from diloco_cloud.run.executors import Executors
 from diloco_cloud.run.intents import Start, kept_fresh
-from diloco_cloud.run.record import RunRecord
-from diloco_cloud.run.spec import RunSpec
-from diloco_cloud.run.start import roll_back, start_replicas
+from diloco_cloud.run.lives import read_lives
+from diloco_cloud.run.record import RunRecord, create_json
+from diloco_cloud.run.rollback import Begun, give_back, undo
+from diloco_cloud.run.start import begin, start_request
 from diloco_cloud.store.base import ObjectStore
 
 
@@ -23,11 +25,12 @@ def start_sides(
     starts: Sequence[Start],
     *,
     clock: Callable[[], float] = time.time,
-) -> None:
-    """Start replicas that were announced, backend by backend.
+) -> list[int]:
+    """Start replicas that were announced, backend by backend; returns the ranks, in order.
 
     One backend after the other, so that nothing is paid for on the second while the first may still
-    refuse: a launch takes seconds, and replicas wait for each other for minutes.
+    refuse: a launch takes seconds, and replicas wait for each other for minutes. What a user
+    cancels before its turn has come is not started.
 
     Args:
         store: the run's own prefix.
@@ -37,36 +40,48 @@ def start_sides(
         clock: seconds since the epoch.
 
     Raises:
-        LaunchError: a backend failed; what had been started, on any of them, was cancelled.
+        LaunchError: a backend failed; what had been started, on any of them, was cancelled, or is
+            named by the error.
     """
-    started: list[list[ReplicaHandle]] = []
+    sides = [Begun(start, executors.get(start.backend)) for start in starts]
+    begun: list[Begun] = []
+    several = len(starts) > 1
     try:
-        for index, start in enumerate(starts):
-            executor = executors.get(start.backend)
-            with naming(start.backend, record.spec), contextlib.ExitStack() as later:
+        for index, side in enumerate(sides):
+            begun.append(side)
+            with naming(side.start.backend, several=several), contextlib.ExitStack() as later:
                 for other in starts[index + 1 :]:  # an image may take minutes to be built
                     later.enter_context(kept_fresh(store, other, at=clock()))
-                handles = start_replicas(store, record, executor, start, clock=clock)
-            started.append(handles)
+                wanted = _still_wanted(store, side.start)
+                if wanted.ranks:
+                    request = start_request(record, store.uri, wanted)
+                    begin(store, record, side, request, clock=clock)
     except BaseException as error:  # Ctrl-C too must not leave billed replicas behind
-        failed = len(started)  # which has rolled itself back
-        for start, handles in zip(starts, started, strict=False):
-            roll_back(store, executors.get(start.backend), handles, start, error, at=clock())
-        for start in starts[failed + 1 :]:
-            roll_back(store, executors.get(start.backend), [], start, error, at=clock())
-        if started and isinstance(error, DilocoError):
-            places = " and ".join(start.backend for start in starts[:failed])
-            undone = f"What had been started on {places} was cancelled."
-            error.fix = f"{error.fix} {undone}" if error.fix else undone
+        undone = undo(store, record, sides, error, at=clock())
+        for side in undone:
+            if side in begun:
+                give_back(record.name, side)
         raise
+    return sorted(handle.rank for side in sides for handle in side.handles)
+
+
+def _still_wanted(store: ObjectStore, start: Start) -> Start:
+    """A start without the ranks that a user has cancelled since it was announced."""
+    lives = read_lives(store)
+    unwanted = {rank for rank in start.ranks if "cancel" in lives.of(rank, start.attempt)}
+    for rank in unwanted:
+        outcome = {"rank": rank, "attempt": start.attempt, "state": "cancelled"}
+        create_json(store, keys.outcome(rank, start.attempt), outcome)
+    return dataclasses.replace(start, ranks=[rank for rank in start.ranks if rank not in unwanted])
 
 
 @contextlib.contextmanager
-def naming(backend: str, spec: RunSpec) -> Iterator[None]:
+def naming(backend: str, *, several: bool) -> Iterator[None]:
     """Let errors tell which backend they are about, where a run has several."""
     try:
         yield
     except DilocoError as error:
-        if len(spec.ranks_by_backend) > 1 and backend not in error.message:
+        if several and error.backend is None:
+            error.backend = backend
             error.message = f"{backend}: {error.message}"
         raise

@@ -17,18 +17,17 @@ from blake3 import blake3
 from diloco_cloud import horizon
 from diloco_cloud.errors import ConfigError
 from diloco_cloud.horizon import OuterOptimizer, OuterStep
-from diloco_cloud.run.fleet import (
-    DEFAULT_BACKEND,
-    DEFAULT_REPLICAS,
-    Side,
-    check_fleet,
-    ranks_by_backend,
+from diloco_cloud.run.fleet import Side, check_fleet, ranks_by_backend
+from diloco_cloud.run.spec_checks import (
+    OUTER,
+    Merge,
+    Reduction,
+    Weighting,
+    check_types,
+    check_values,
 )
-from diloco_cloud.run.spec_checks import Merge, Reduction, Weighting, check_types, check_values
 
 SPEC_VERSION = 1
-#: Given together, or decided by ``outer_optimizer``.
-_OUTER = ("outer_lr", "outer_momentum", "nesterov")
 #: Settings that a trainer is given if its signature names them.
 TRAINER_SETTINGS = (
     "sync_every",
@@ -36,7 +35,7 @@ TRAINER_SETTINGS = (
     "fragments",
     "fragment_sync_delay",
     "fragment_update_alpha",
-    *_OUTER,
+    *OUTER,
     "seed",
 )
 #: Variable that holds the key of a signed run; sent to replicas as a secret.
@@ -49,11 +48,11 @@ class RunSpec:
 
     Attributes:
         run_id: the last segment of the run's prefix.
-        backend: entry-point name of the executor; where there is a fleet, one of its, by default
-            the first.
+        backend: entry-point name of the executor, by default "local"; where there is a fleet, one
+            of its, by default the first.
         backend_args: by backend, keyword arguments of its executor. Never put a secret here: it is
             stored.
-        replicas: number of ranks; that of the fleet, where there is one.
+        replicas: number of ranks, by default 4; that of the fleet, where there is one.
         fleet: what is on which backend, in the order of ranks; empty where all replicas are on
             ``backend``, with the same settings.
         trainer: "package.module:function", called as ``train(*, manager, rank,
@@ -103,9 +102,10 @@ class RunSpec:
     """
 
     run_id: str
-    backend: str = DEFAULT_BACKEND
+    # These two are None only as they are given: `check_fleet` settles them.
+    backend: str = None  # type: ignore[assignment]
     backend_args: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    replicas: int = DEFAULT_REPLICAS
+    replicas: int = None  # type: ignore[assignment]
     fleet: Sequence[Side] = ()
     trainer: str = "diloco_cloud.trainers.language_model:train"
     trainer_args: Mapping[str, Any] = field(default_factory=dict)
@@ -171,7 +171,7 @@ class RunSpec:
         spec = cls(**{**values, "fleet": [Side(**side) for side in sides]})
         if values.get("outer_optimizer") == "auto":
             # The launcher's choice stands, also where another version would choose otherwise.
-            for name in ("outer_optimizer", *_OUTER):
+            for name in ("outer_optimizer", *OUTER):
                 object.__setattr__(spec, name, values.get(name, getattr(spec, name)))
         return spec
 
@@ -181,7 +181,7 @@ class RunSpec:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         # Chosen for them, no trainer has to take them; else, they are what trainers begin with.
         chosen = self.outer_step if self.outer_optimizer == "auto" else horizon.PUBLISHED
-        defaults |= dict(zip(_OUTER, chosen, strict=True))
+        defaults |= dict(zip(OUTER, chosen, strict=True))
         values = {name: getattr(self, name) for name in TRAINER_SETTINGS}
         return {name: value for name, value in values.items() if value != defaults[name]}
 
@@ -213,11 +213,6 @@ class RunSpec:
         return all_of_it
 
     @property
-    def secret_names(self) -> tuple[str, ...]:
-        """Of all variables that replicas get by the provider's secret channel."""
-        return self.on(self.backend).secret_names
-
-    @property
     def digest(self) -> str:
         """Hex BLAKE3 (128 bits) of the canonical JSON."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
@@ -226,11 +221,11 @@ class RunSpec:
 
 def _settle_outer_step(spec: RunSpec) -> None:
     """Decide what is not given of the outer optimizer."""
-    given = {name: getattr(spec, name) for name in _OUTER if getattr(spec, name) is not None}
+    given = {name: getattr(spec, name) for name in OUTER if getattr(spec, name) is not None}
     if given and spec.outer_optimizer == "auto":
         object.__setattr__(spec, "outer_optimizer", "sgd")
     step = horizon.outer_step(spec.outer_optimizer, spec.rounds, spec.sync_every)
-    values = {**dict(zip(_OUTER, step, strict=True)), **given}
+    values = {**dict(zip(OUTER, step, strict=True)), **given}
     if values["outer_momentum"] == 0 and "nesterov" not in given:
         values["nesterov"] = False
     for name, value in values.items():

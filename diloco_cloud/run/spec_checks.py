@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from diloco_cloud.codec_registry import require_codec
 from diloco_cloud.errors import ConfigError
 from diloco_cloud.horizon import OuterOptimizer
+from diloco_cloud.run.backend_args import looks_secret
 from diloco_cloud.secrets import parse_secret
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ _AT_LEAST_1 = (
     "timeout",
 )
 #: Given together, or decided by ``outer_optimizer``.
-_OUTER = ("outer_lr", "outer_momentum", "nesterov")
-_OPTIONAL = ("rounds", "quorum", "grace", "outlier_norm", *_OUTER)
+OUTER = ("outer_lr", "outer_momentum", "nesterov")
+_OPTIONAL = ("replicas", "rounds", "quorum", "grace", "outlier_norm", *OUTER)
 _POSITIVE = ("round_timeout", "join_timeout", "heartbeat", "outer_lr")
 _NUMBERS = (
     "grace",
@@ -166,6 +167,25 @@ def check_values(spec: RunSpec) -> None:
             raise ConfigError(
                 f"{name} are not JSON: {error}", fix="Use strings, numbers, lists and tables."
             ) from None
+
+
+def check_env(spec: RunSpec) -> None:
+    """Raise ``ConfigError`` for a variable that would be stored, and looks like a secret.
+
+    Apart from the rest, because runs that are stored already must stay readable.
+    """
+    _refuse_secrets(spec.env)
+    for side in spec.fleet:
+        _refuse_secrets(side.env, f"{side.backend}:")
+
+
+def _refuse_secrets(env: Mapping[str, str], whose: str = "") -> None:
+    for name in env:
+        if looks_secret(name):
+            raise ConfigError(
+                f"{name} looks like a secret, and env is stored with the run",
+                fix=f"Pass it with --secret {whose}{name}.",
+            )
 
 
 def _check_trainer_name(trainer: str) -> None:

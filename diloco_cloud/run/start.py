@@ -12,13 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from diloco_cloud import keys
-from diloco_cloud.errors import DilocoError, LaunchError, UsageError
-from diloco_cloud.executor import LaunchOptions, ReplicaHandle, ServerlessExecutor
+from diloco_cloud.errors import DilocoError, LaunchError
+from diloco_cloud.executor import (
+    ChecksLaunch,
+    LaunchOptions,
+    PreviewsLaunch,
+    ReplicaHandle,
+    ServerlessExecutor,
+)
 from diloco_cloud.run.intents import Start, kept_fresh
 from diloco_cloud.run.lives import read_lives
 from diloco_cloud.run.names import provider_name
-from diloco_cloud.run.record import Launched, RunRecord, create_json, write_launched
+from diloco_cloud.run.record import Launched, RunRecord, write_launched
+from diloco_cloud.run.rollback import Begun, failed_on, undo
 from diloco_cloud.run.spec import RunSpec
 from diloco_cloud.store.base import ObjectStore
 
@@ -57,6 +63,17 @@ class LaunchRequest:
             timeout=self.timeout,
             options=dataclasses.replace(self.options, on_launched=on_launched),
         )
+
+    def check(self, executor: ServerlessExecutor) -> None:
+        """Let an executor find out what it can, before anything is written.
+
+        Raises:
+            UsageError: it could not do what is asked.
+        """
+        if isinstance(executor, PreviewsLaunch):
+            self.submit(executor.preview_launch)
+        if isinstance(executor, ChecksLaunch):
+            self.submit(executor.check_launch)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values, without the callback."""
@@ -112,6 +129,19 @@ def _imports(trainer: str) -> tuple[str, ...]:
     return () if module.partition(".")[0] == __name__.partition(".")[0] else (module,)
 
 
+def start_request(record: RunRecord, run_uri: str, start: Start) -> LaunchRequest:
+    """What the executor of its backend is asked for by a start of a run's replicas."""
+    return build_request(
+        record.spec,
+        run_uri,
+        backend=start.backend,
+        ranks=start.ranks,
+        attempt=start.attempt,
+        world_size=start.world_size,
+        name=record.name,
+    )
+
+
 def start_replicas(
     store: ObjectStore,
     record: RunRecord,
@@ -134,95 +164,70 @@ def start_replicas(
     Raises:
         LaunchError: the backend failed; what had been started was cancelled.
     """
-    started: list[ReplicaHandle] = []
+    one = Begun(start, executor)
+    try:
+        begin(store, record, one, request or start_request(record, store.uri, start), clock=clock)
+    except BaseException as error:  # Ctrl-C too must not leave billed replicas behind
+        undo(store, record, [one], error, at=clock())
+        raise
+    return one.handles
+
+
+def begin(
+    store: ObjectStore,
+    record: RunRecord,
+    one: Begun,
+    request: LaunchRequest,
+    *,
+    clock: Callable[[], float] = time.time,
+) -> None:
+    """Start replicas that were announced; what an error leaves behind is the caller's to undo.
+
+    Args:
+        store: the run's own prefix.
+        record: what its ``run.json`` says.
+        one: the start; its handles are filled in as they come.
+        request: what its executor is asked for.
+        clock: seconds since the epoch.
+
+    Raises:
+        LaunchError: the backend failed.
+    """
+    start = one.start
 
     def record_handle(handle: ReplicaHandle) -> None:
-        started.append(handle)
+        one.handles.append(handle)
         write_launched(store, Launched(start.attempt, start.backend, handle), at=clock())
 
-    if request is None:
-        request = build_request(
-            record.spec,
-            store.uri,
-            backend=start.backend,
-            ranks=start.ranks,
-            attempt=start.attempt,
-            world_size=start.world_size,
-            name=record.name,
-        )
-    try:
-        with import_path(record.directory), kept_fresh(store, start, at=clock()):
-            handles = request.submit(executor.launch_replicas, record_handle)
-        recorded = {handle.rank for handle in started}
-        for handle in handles:  # an executor may know its handles only at the end
-            if handle.rank not in recorded:
-                record_handle(handle)
-    except BaseException as error:  # Ctrl-C too must not leave billed replicas behind
-        roll_back(store, executor, started, start, error, at=clock())
-        if isinstance(error, Exception) and not isinstance(error, DilocoError):
-            raise LaunchError(
-                f"backend {start.backend!r} failed to start the replicas: {error}",
-                fix="What had been started was cancelled.",
-            ) from error
-        raise
-    _cancel_unwanted(store, executor, started, start.attempt)
-    return started
+    with import_path(record.directory), kept_fresh(store, start, at=clock()):
+        try:
+            handles = request.submit(one.executor.launch_replicas, record_handle)
+        except DilocoError:
+            raise
+        except Exception as error:
+            failure = LaunchError(f"{failed_on(start.backend)}{error}")
+            failure.backend = start.backend
+            raise failure from error
+    recorded = {handle.rank for handle in one.handles}
+    for handle in handles:  # an executor may know its handles only at the end
+        if handle.rank not in recorded:
+            record_handle(handle)
+    _cancel_unwanted(store, one)
 
 
-def _cancel_unwanted(
-    store: ObjectStore,
-    executor: ServerlessExecutor,
-    started: Sequence[ReplicaHandle],
-    attempt: int,
-) -> None:
+def _cancel_unwanted(store: ObjectStore, one: Begun) -> None:
     """End what a user cancelled while it was being started, and had no handle to be ended by."""
     lives = read_lives(store)
-    for handle in started:
-        if "cancel" in lives.of(handle.rank, attempt):
-            executor.cancel(handle)
-
-
-def roll_back(
-    store: ObjectStore,
-    executor: ServerlessExecutor,
-    started: Sequence[ReplicaHandle],
-    start: Start,
-    cause: BaseException,
-    *,
-    at: float,
-) -> None:
-    """Cancel what was started and say in the prefix what happened; never raises."""
-    for handle in started:
-        try:
-            executor.cancel(handle)
-        except Exception:
-            logger.exception("could not cancel replica %d after a failed launch", handle.rank)
-    message = getattr(cause, "message", None) or str(cause) or type(cause).__name__
-    for rank in start.ranks:
-        values = {
-            "rank": rank,
-            "attempt": start.attempt,
-            "state": "failed",
-            "exit_code": None,
-            "reason": "no_capacity" if _is_providers(cause) else None,
-            "restartable": not isinstance(cause, UsageError),
-            "error": f"the launch failed: {message}",
-            "traceback": None,
-            "result": None,
-            "digest": None,
-            "ended_at": at,
-        }
-        try:
-            create_json(store, keys.outcome(rank, start.attempt), values)
-        except Exception:
-            logger.exception("could not record the failed launch of replica %d", rank)
-
-
-def _is_providers(cause: BaseException) -> bool:
-    """Whether a launch failed on the provider's side."""
-    if isinstance(cause, DilocoError):
-        return isinstance(cause, LaunchError)
-    return isinstance(cause, Exception)
+    for handle in one.handles:
+        if "cancel" in lives.of(handle.rank, one.start.attempt):
+            try:
+                one.executor.cancel(handle)
+            except Exception as error:  # no reason to undo the others
+                logger.error(
+                    "replica %d was cancelled while it was started, and still runs on %s (%s); "
+                    "cancel it again",
+                    *(handle.rank, one.start.backend, error),
+                )
 
 
 @contextlib.contextmanager

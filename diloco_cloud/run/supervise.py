@@ -22,6 +22,7 @@ from diloco_cloud.errors import (
     StoreError,
     ThrottledError,
     UnreachableError,
+    UsageError,
 )
 from diloco_cloud.run.executors import Executors
 from diloco_cloud.run.lifecycle import release
@@ -32,7 +33,7 @@ from diloco_cloud.run.reducers import Reducers
 from diloco_cloud.run.restart import UNSUPERVISED_S
 from diloco_cloud.run.restarter import Event, Restarter
 from diloco_cloud.run.start import import_path
-from diloco_cloud.run.status import RunStatus
+from diloco_cloud.run.status import ReplicaView, RunStatus
 from diloco_cloud.store.base import ObjectStore
 
 #: Seconds between two looks at a run.
@@ -92,7 +93,7 @@ class Supervisor:
         self._reducers = Reducers(
             store, record, executors, max_restarts=self._max, on_event=on_event, clock=clock
         )
-        self._checked: set[str] = set()
+        self._missing: set[str] = set()
         self._sign = keys.supervisor(os.urandom(4).hex())
         self._signed_at: float | None = None
 
@@ -129,10 +130,10 @@ class Supervisor:
         """
         if self._max == 0:
             return False
-        self._require_backends(status)
+        missing = self._missing_backends(status)
         self._give_sign()
         self._reducers.look(status)
-        return self._restarter.look(status)
+        return self._restarter.look(status, without=missing)
 
     def _follow(self, interval: float) -> Iterator[RunStatus]:
         while True:
@@ -149,19 +150,35 @@ class Supervisor:
             # supervisor would start again, and this one won't, has.
             ended = all(view.ended or view.retired for view in status.replicas)
             if not more and (status.is_terminal or ended):
-                release(status, self._executors, self._record)
+                release(self._observer, self._executors)
                 self._reducers.end()
                 return
             self._sleep(interval)
 
-    def _require_backends(self, status: RunStatus) -> None:
-        """Find out at once, not at the first death, that replicas can't be started from here."""
-        for view in status.replicas:
-            backend = view.backend or self._record.spec.backend_of(view.rank)
-            if not view.retired and backend not in self._checked:
+    def _missing_backends(self, status: RunStatus) -> set[str]:
+        """Backends of the run's replicas on which none can be started from here.
+
+        Raises:
+            UsageError: there is one at the first look: better found out at once than at the first
+                death. Later, when a replica has moved there, the others are still looked after.
+        """
+        missing = set()
+        for backend in {self._place(view) for view in status.replicas if _may_need_a_start(view)}:
+            try:
                 self._executors.get(backend)
                 check_environment(self._record.spec, backend)
-                self._checked.add(backend)
+            except UsageError as error:
+                if self._signed_at is None:
+                    raise
+                missing.add(backend)
+                if backend not in self._missing:
+                    text = f"replicas on {backend} cannot be started from here: {error.message}"
+                    self._on_event(Event(kind="trouble", time=self._clock(), text=text))
+        self._missing = missing
+        return missing
+
+    def _place(self, view: ReplicaView) -> str:
+        return view.backend or self._record.spec.backend_of(view.rank)
 
     def _give_sign(self) -> None:
         now = self._clock()
@@ -173,3 +190,7 @@ class Supervisor:
         if self._signed_at is not None:
             with contextlib.suppress(StoreError):
                 self._store.delete(self._sign)
+
+
+def _may_need_a_start(view: ReplicaView) -> bool:
+    return not view.retired and (view.restartable or not view.ended)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +30,8 @@ from diloco_cloud.executors.hf_jobs.jobs import BACKEND_NAME, Job, Jobs, handle_
 from diloco_cloud.executors.hf_jobs.launching import Launch, check_account
 from diloco_cloud.executors.hf_jobs.logs import read_tail
 from diloco_cloud.launch_request import check_launch
+
+logger = logging.getLogger(__name__)
 
 _NO_OPTIONS: Final = LaunchOptions()
 
@@ -231,13 +234,32 @@ class HFJobsExecutor:
 
     def recover(self, name: str) -> list[ReplicaHandle]:
         """Handles of all jobs of a run, oldest first; see :class:`RecoversReplicas`."""
+        handles: list[ReplicaHandle] = []
         try:
-            namespace = self._settings.namespace or str(self._hub.account()["name"])
-            found = self._hub.find_surely(namespace, {RUN_LABEL: name})
+            namespaces, surely = self._namespaces(name)
+            for namespace in namespaces:
+                found = self._hub.find_surely(namespace, {RUN_LABEL: name})
+                ours = filter(is_replica, found)
+                jobs = sorted(ours, key=lambda info: (str(info.created_at), info.id))
+                handles += [handle_of(info, namespace, name) for info in jobs]
         except (HubRefused, HubUnreachable) as error:
             raise LaunchError(f"jobs of {name} cannot be looked for: {error}") from None
-        jobs = sorted(filter(is_replica, found), key=lambda info: (str(info.created_at), info.id))
-        return [handle_of(info, namespace, name) for info in jobs]
+        if not handles and not surely:
+            logger.warning(
+                "%s, who owns the token here, has no jobs of %s. If it was launched with another's "
+                "token: cancel it with that one.",
+                ", ".join(namespaces),
+                name,
+            )
+        return handles
+
+    def _namespaces(self, name: str) -> tuple[list[str], bool]:
+        """Whose the jobs of a run may be; and whether that is more than this machine's token."""
+        if self._settings.namespace is not None:
+            return [self._settings.namespace], True
+        if seen := self._jobs.namespaces(name):  # by the handles of others of its replicas
+            return seen, True
+        return [str(self._hub.account()["name"])], False
 
 
 def _this_package() -> str:

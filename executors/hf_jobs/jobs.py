@@ -100,6 +100,11 @@ class Jobs:
             self._final[job.job_id] = status
         return status
 
+    def namespaces(self, run: str) -> list[str]:
+        """Whose the jobs of a run are that have been asked for here."""
+        with self._lock:
+            return sorted({namespace for namespace, name in self._asking if name == run})
+
     def forget_answers(self) -> None:
         """Ask again next time: something was done that changes the answer."""
         with self._lock:

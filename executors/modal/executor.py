@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,8 @@ from diloco_cloud.launch_request import LaunchRequest, check_launch
 
 if TYPE_CHECKING:
     import modal
+
+logger = logging.getLogger(__name__)
 
 BACKEND_NAME: Final = "modal"
 _NO_OPTIONS: Final = LaunchOptions()
@@ -104,6 +107,8 @@ class ModalExecutor:
         self._clock = clock
         self._sleep = sleep
         self._deploying = threading.Lock()
+        #: By App, ids of calls that somebody had a handle of.
+        self._seen: dict[str, set[str]] = {}
 
     # -- launching -----------------------------------------------------------------------------
 
@@ -228,7 +233,7 @@ class ModalExecutor:
         return self._look(handle).status
 
     def _look(self, handle: ReplicaHandle) -> Look:
-        call_id = _call_id(handle)
+        call_id = self._call_id(handle)
         if call_id is None:
             message = f"not a handle of the {BACKEND_NAME} backend"
             return Look(ReplicaStatus("failed", reason="lost", message=message))
@@ -243,7 +248,7 @@ class ModalExecutor:
 
     def stream_logs(self, handle: ReplicaHandle, *, n_lines: int = 200) -> str:
         """The last ``n_lines`` lines of stdout and stderr; "" where Modal does not tell."""
-        call_id = _call_id(handle)
+        call_id = self._call_id(handle)
         if call_id is None:
             return ""
         found = self._session.try_to(
@@ -264,7 +269,7 @@ class ModalExecutor:
             since: seconds since the epoch; default: the beginning.
             interval: seconds between two looks.
         """
-        call_id = _call_id(handle)
+        call_id = self._call_id(handle)
         if call_id is None:
             return
         follower = logs.LogFollower(self._session.call(call_id), since)
@@ -285,7 +290,7 @@ class ModalExecutor:
             LaunchError: Modal could not be told.
             UsageError: it does not allow it.
         """
-        call_id = _call_id(handle)
+        call_id = self._call_id(handle)
         if call_id is None:
             return
         session = self._session
@@ -322,16 +327,26 @@ class ModalExecutor:
         """Handles of the replicas that were launched as ``name``, while their App is not stopped.
 
         Raises:
-            LaunchError: Modal cannot be asked.
+            LaunchError: Modal cannot be asked, or does not tell of a call that waits for a machine
+                and that this executor has had no handle of.
             UsageError: it does not allow it.
         """
+        if self._settings.function is not None:  # which anybody may call
+            logger.warning("calls of a function of your own are found by their handles alone")
+            return []
         app = app_name(name)
+        known = frozenset(self._seen.get(app, ()))
         found = self._session.ask(
-            lambda: recovery.find_calls(self._session, app, self._sleep),
+            lambda: recovery.find_calls(self._session, app, self._sleep, known),
             f"say what runs in {app}",
             requests=3,
         )
-        return [_handle(rank, attempt, app, call_id) for rank, attempt, call_id in found]
+        if found.hidden:
+            failure = recovery.hidden_calls(found.hidden, app)
+            if not found.strangers:
+                raise failure
+            logger.warning("%s", failure)  # the others are to be ended all the same
+        return [_handle(rank, attempt, app, call_id) for rank, attempt, call_id in found.calls]
 
     def release(self, name: str) -> None:
         """Stop the App of a run that has ended; one that still does something is left alone.
@@ -339,11 +354,22 @@ class ModalExecutor:
         An App without calls costs nothing. Stopping it also ends what nobody knows of.
         """
         if self._settings.function is None:
-            self._stop_if_idle(app_name(name))
+            session, app = self._session, app_name(name)
+            known = frozenset(self._seen.get(app, ()))
+            session.try_to(lambda: apps.stop_if_over(session, app, known), f"stop {app}")
 
     def forget(self, handle: ReplicaHandle) -> None:
         """Stop the App of a replica that has ended; Modal itself deletes what it has kept."""
         self._stop_if_idle(handle.metadata.get("app"))
+
+    def _call_id(self, handle: ReplicaHandle) -> str | None:
+        """The call of a handle; None if this executor did not make the handle."""
+        call_id, app = handle.metadata.get("call"), handle.metadata.get("app")
+        if handle.backend_name != BACKEND_NAME or not isinstance(call_id, str):
+            return None
+        if isinstance(app, str):
+            self._seen.setdefault(app, set()).add(call_id)
+        return call_id
 
     def _stop_if_idle(self, app: object) -> None:
         if isinstance(app, str):
@@ -369,10 +395,3 @@ def _check_own(request: LaunchRequest, gpu: str | None) -> None:
 def _handle(rank: int, attempt: int, app: str | None, call_id: str) -> ReplicaHandle:
     metadata = {"call": call_id, "app": app, "attempt": attempt}
     return ReplicaHandle(rank, BACKEND_NAME, metadata)
-
-
-def _call_id(handle: ReplicaHandle) -> str | None:
-    """The call of a handle; None if this executor did not make the handle."""
-    call_id = handle.metadata.get("call")
-    ours = handle.backend_name == BACKEND_NAME and isinstance(call_id, str)
-    return call_id if ours else None

@@ -30,7 +30,7 @@ from diloco_cloud.executors.ray.submission import (
     parse_gpu,
     secrets_file,
 )
-from diloco_cloud.executors.ray.submitting import submit, withdraw
+from diloco_cloud.executors.ray.submitting import left_secrets, submit, withdraw
 from diloco_cloud.launch_request import LaunchRequest, check_launch
 from diloco_cloud.secrets import Secret
 
@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 BACKEND_NAME: Final = "ray"
 _NO_OPTIONS: Final = LaunchOptions()
+#: Seconds that pass at most between the writing of secrets and the submission of their job, with
+#: what the clocks of two machines may differ by.
+_MARGIN_S: Final = 120.0
 
 
 class RayJobsExecutor:
@@ -239,6 +242,26 @@ class RayJobsExecutor:
         submission_id = _submission_id(handle)
         if submission_id is not None:
             withdraw(secrets_file(self._settings, submission_id))
+
+    def release(self, name: str) -> None:
+        """Delete the secrets that replicas of a run have not taken; see :class:`ReleasesRun`.
+
+        They stay while a job that could take them waits, and while a launch of a moment ago may
+        not have submitted it yet.
+        """
+        left = left_secrets(self._settings.secrets_dir, name)
+        if not left:
+            return
+        try:
+            jobs = self._api.jobs()
+        except (UnreachableError, RefusedError, ConfigError) as error:
+            logger.warning("secrets of %s are left, as Ray cannot be asked: %s", name, error)
+            return
+        for file in left:
+            job = jobs.get(file.submission_id)
+            over = file.age_s > _MARGIN_S if job is None else status_of(job).is_terminal
+            if over:
+                withdraw(file.path)
 
     def recover(self, name: str) -> list[ReplicaHandle]:
         """Handles of every replica launched as ``options.name`` that the cluster remembers.

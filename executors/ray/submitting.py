@@ -6,8 +6,11 @@ import contextlib
 import json
 import logging
 import os
+import re
 import tempfile
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from diloco_cloud.errors import ConfigError, DilocoError, LaunchError
@@ -99,6 +102,39 @@ def withdraw(secrets_file: str | None) -> None:
     if secrets_file is not None:
         with contextlib.suppress(OSError):
             os.unlink(secrets_file)
+
+
+@dataclass(frozen=True)
+class LeftSecrets:
+    """A file of secrets that nobody has taken.
+
+    Attributes:
+        submission_id: of the job that it is for.
+        age_s: seconds since it was written.
+    """
+
+    path: str
+    submission_id: str
+    age_s: float
+
+
+def left_secrets(directory: str | None, name: str) -> list[LeftSecrets]:
+    """Files of secrets of a launch, those included that were not written to their end.
+
+    Args:
+        directory: where they are; None, or one that this machine does not have: nowhere.
+        name: of the launch.
+    """
+    of_launch = re.compile(rf"\.?({re.escape(name)}\.r\d+\.a\d+\.[0-9a-f]{{8}})(?:\.\w+)?")
+    left: list[LeftSecrets] = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(directory) if directory is not None else ():
+            match = of_launch.fullmatch(entry.name)
+            if match is not None:
+                with contextlib.suppress(OSError):  # it was taken meanwhile
+                    age_s = time.time() - entry.stat().st_mtime
+                    left.append(LeftSecrets(entry.path, match[1], age_s))
+    return left
 
 
 def _refusal(error: RefusedError) -> DilocoError:

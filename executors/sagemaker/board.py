@@ -72,6 +72,16 @@ class JobBoard:
         found = self._list(launch, region)
         return {name: str(job["TrainingJobArn"]) for name, job in found.items()}
 
+    def regions(self, launch: str) -> list[str]:
+        """Where jobs of a launch are that have been asked for here."""
+        with self._lock:
+            return sorted({region for region, name in self._answers if name == launch})
+
+    def is_going(self, launch: str, region: str) -> bool:
+        """Whether any job of a launch has not ended, by a listing of now."""
+        found = self._list(launch, region).values()
+        return any(job["TrainingJobStatus"] in ("InProgress", "Stopping") for job in found)
+
     def _listed(self, job: Job) -> Mapping[str, Mapping[str, Any]]:
         """One listing serves all who ask within a moment."""
         with self._lock:

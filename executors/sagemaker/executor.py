@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from diloco_cloud.collecting import collect_replicas, one_by_one
-from diloco_cloud.errors import DilocoError
+from diloco_cloud.errors import ConfigError, DilocoError
 from diloco_cloud.executor import (
     Entrypoint,
     LaunchOptions,
@@ -22,6 +22,7 @@ from diloco_cloud.executors.sagemaker.board import JobBoard
 from diloco_cloud.executors.sagemaker.clients import Clients, require_sdk
 from diloco_cloud.executors.sagemaker.faults import (
     code_of,
+    is_denied,
     is_unknown_job,
     message_of,
     translated,
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 #: Seconds that CloudWatch may be behind what a replica has printed.
 _LOG_DELAY_S: Final = 5.0
+#: Seconds that pass at most between a look at a run and what is done about its end, and between the
+#: keeping of secrets and the first job that needs them.
+_MARGIN_S: Final = 120.0
 _NO_OPTIONS: Final = LaunchOptions()
 
 
@@ -325,12 +329,50 @@ class SageMakerExecutor:
             UsageError: these credentials do not allow it.
             LaunchError: AWS cannot be asked.
         """
-        region = self._settings.region or self._clients.region()
+        regions, surely = self._regions(name)
+        handles: list[ReplicaHandle] = []
+        for region in regions:
+            try:
+                arns = self._board.arns(name, region)
+            except Exception as error:  # botocore has no one base of its errors
+                raise translated(error, f"look for training jobs of {name}") from error
+            handles += [Job(found, name, region).handle(arn=arn) for found, arn in arns.items()]
+        if not handles and not surely:
+            logger.warning(
+                "SageMaker knows no training job of %s in %s, the region that is set here. If it "
+                "was launched in another: set AWS_REGION to that one, and stop what is there.",
+                name,
+                ", ".join(regions),
+            )
+        return handles
+
+    def _regions(self, name: str) -> tuple[list[str], bool]:
+        """Where jobs of a launch may be; and whether that is more than this machine's setting."""
+        if self._settings.region is not None:
+            return [self._settings.region], True
+        if seen := self._board.regions(name):  # by the handles of others of its replicas
+            return seen, True
+        return [self._clients.region()], False
+
+    def release(self, name: str) -> None:
+        """Delete the secrets of a run that has ended; see :class:`ReleasesRun`.
+
+        They stay while a job of the run goes on, and while a launch of a moment ago may need them.
+        """
         try:
-            arns = self._board.arns(name, region)
+            for region in self._regions(name)[0]:
+                manager = self._clients.get("secretsmanager", region)
+                age_s = secrets.age_s(manager, name)
+                if age_s is None or age_s < _MARGIN_S or self._board.is_going(name, region):
+                    continue
+                secrets.forget(manager, name)
         except Exception as error:  # botocore has no one base of its errors
-            raise translated(error, f"look for training jobs of {name}") from error
-        return [Job(found, name, region).handle(arn=arn) for found, arn in arns.items()]
+            from botocore.exceptions import NoCredentialsError
+
+            # Whoever only looks at a run need not be allowed, or able, to see its secrets.
+            unable = is_denied(error) or isinstance(error, (ConfigError, NoCredentialsError))
+            level = logging.DEBUG if unable else logging.WARNING
+            logger.log(level, "secrets of %s may be left: %s", name, _line(error))
 
     def forget(self, handle: ReplicaHandle) -> None:
         """Delete the secrets of the replica's launch, and let its warm instance go.

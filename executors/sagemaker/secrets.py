@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from diloco_cloud.executors.sagemaker.faults import code_of
@@ -13,6 +14,10 @@ from diloco_cloud.secrets import Secret, revealed, unlogged
 SECRETS_ENV: Final = "DILOCO_SECRETS_AT"
 #: A policy can be written for all secrets that begin with it.
 _PREFIX: Final = "diloco-cloud/"
+#: What AWS says of a name whose secret was released a moment ago.
+_DELETING: Final = "scheduled for deletion"
+#: Seconds before each further try to keep a secret whose namesake AWS is still deleting.
+_PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0)
 
 
 def secret_name(name: str) -> str:
@@ -29,7 +34,12 @@ def creation(name: str, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def keep(client: Any, name: str, secrets: Mapping[str, Secret]) -> bool:
+def keep(
+    client: Any,
+    name: str,
+    secrets: Mapping[str, Secret],
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
     """Keep a launch's secrets; whether they are the first of this name.
 
     What this raises holds their values: its request is in it.
@@ -38,14 +48,21 @@ def keep(client: Any, name: str, secrets: Mapping[str, Secret]) -> bool:
         client: of Secrets Manager.
         name: of the launch.
         secrets: by variable.
+        sleep: waits that many seconds.
     """
     with unlogged("botocore"):  # which logs whole requests
-        try:
-            client.create_secret(**creation(name, list(secrets)), SecretString=_text(secrets))
-        except client.exceptions.ResourceExistsException:  # an earlier attempt's, maybe outdated
-            client.put_secret_value(SecretId=secret_name(name), SecretString=_text(secrets))
-            return False
-    return True
+        for pause in (*_PAUSES_S, None):
+            try:
+                client.create_secret(**creation(name, list(secrets)), SecretString=_text(secrets))
+                return True
+            except client.exceptions.ResourceExistsException:  # an earlier attempt's
+                client.put_secret_value(SecretId=secret_name(name), SecretString=_text(secrets))
+                return False
+            except client.exceptions.InvalidRequestException as error:
+                if pause is None or _DELETING not in str(error):
+                    raise
+            sleep(pause)
+    raise AssertionError("the last try returns or raises")
 
 
 def _text(secrets: Mapping[str, Secret]) -> str:
@@ -59,3 +76,14 @@ def forget(client: Any, name: str) -> None:
     except client.exceptions.ClientError as error:
         if code_of(error) != "ResourceNotFoundException":
             raise
+
+
+def age_s(client: Any, name: str) -> float | None:
+    """Seconds since a launch's secrets were kept, the last time; None where there are none."""
+    try:
+        found = client.describe_secret(SecretId=secret_name(name))
+    except client.exceptions.ResourceNotFoundException:
+        return None
+    if "DeletedDate" in found:
+        return None
+    return time.time() - float(found["LastChangedDate"].timestamp())

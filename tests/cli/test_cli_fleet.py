@@ -88,7 +88,7 @@ def test_launch_notes_settings_of_a_backend_that_has_no_replica(call: Call, stor
         (("--replicas", "scripted=1,scripted=1"), "replicas names scripted twice"),
         (("--replicas", "scripted=1,elswhere=1"), "Did you mean 'elsewhere'?"),
         (("--backend", "local"), "the backend local was chosen, and the replicas are on scripted"),
-        (("--secret", "elsewhere:KEY=NOT_SET_HERE"), "NOT_SET_HERE, which is not set"),
+        (("--secret", "elsewhere:KEY=NOT_SET_HERE"), "elsewhere: the variable given after KEY="),
         (("--store", "some/where"), "cannot meet in"),
         (("--backend-arg", "region=us"), "Write --backend-arg scripted.region="),
         (("--backend-arg", "elsewhere.region=moon"), "elsewhere: there is no region moon"),

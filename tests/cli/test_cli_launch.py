@@ -187,4 +187,4 @@ def test_launch_that_the_backend_refuses_exits_1(
     (scripted.directory / "refuse.1").touch()
     result = call(*SCRIPTED, "--store", store_uri, "-d")
     assert result.exit_code == 1
-    assert "out of capacity\n  What had been started was cancelled." in result.stderr
+    assert "out of capacity\n  What had been started on scripted was cancelled." in result.stderr

@@ -267,6 +267,20 @@ def test_error_of_the_hub_never_repeats_a_secret(
         chain = chain.__cause__
 
 
+def test_recovery_looks_where_the_others_of_the_run_are(
+    hub: FakeHub, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The machine that cancels a run may have another token than the one that launched it."""
+    first, _ = _launch(make(namespace="our-team"), 2)
+    elsewhere = make()
+    assert elsewhere.recover("run-1") == []
+    assert "tester, who owns the token here, has no jobs of run-1" in caplog.text
+    caplog.clear()
+    elsewhere.poll(first)  # as whoever cancels a run does first
+    assert [handle.rank for handle in elsewhere.recover("run-1")] == [0, 1]
+    assert caplog.text == ""
+
+
 def _quote(namespace: str, spec: dict[str, object]) -> object:
     import jsonschema
 

@@ -182,10 +182,12 @@ def test_side_that_refuses_undoes_the_other(
     code, out, err = here.call(*words)
     assert (code, out) == (1, ""), err
     assert "hf-jobs" in err
-    assert "What had been started on modal was cancelled." in err
+    assert "What had been started on modal and hf-jobs was cancelled." in err
     until(lambda: all(call.result is not None for call in modal_cloud.calls()), "the end of all")
     assert [job.stage for job in hub.jobs] == ["CANCELED"]
     assert len(modal_cloud.calls()) == 2
+    (app,) = modal_cloud.world.apps.values()
+    assert app.state == api_pb2.APP_STATE_STOPPED  # nothing of the launch is left behind
 
 
 def test_cancel_finds_what_a_launcher_killed_between_sides_had_started(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,13 +22,20 @@ from cluster_runs import (
     until,
 )
 from fakes.modal_cloud import FakeModal
-from modal_fixtures import modal_cloud, modal_server
+from modal_fixtures import modal_cloud, modal_executor, modal_server
 from modal_proto import api_pb2
 from servers import S3Server
 
+from diloco_cloud.errors import LaunchError
+from diloco_cloud.executors.modal import ModalExecutor
+from diloco_cloud.executors.modal.app import DEPLOYED_TAG
+from diloco_cloud.run import Run
 from diloco_cloud.store import open_store
 
-__all__ = ["modal_cloud", "modal_server"]
+__all__ = ["modal_cloud", "modal_executor", "modal_server"]
+
+TERMINATED = api_pb2.GenericResult.GENERIC_STATUS_TERMINATED
+SUCCESS = api_pb2.GenericResult.GENERIC_STATUS_SUCCESS
 
 
 @pytest.mark.timeout(600)
@@ -102,25 +110,58 @@ def test_cancel_finds_what_a_killed_launcher_could_not_record(
 ) -> None:
     """The launcher dies when Modal has made the third of its four calls, and nobody knows."""
     monkeypatch.setenv(CANARY_NAME, CANARY)
-    words = launch_words("modal", {"cpu": 0.5}, s3_env, s3_uri, rounds=1000)
-    words[words.index("3")] = "4"
     here = Terminal(tmp_path)
+    _kill_launcher_after_third_call(modal_cloud, here, s3_env, s3_uri)
+    code, out, err = here.call("cancel", RUN_ID, "--store", s3_uri)
+    assert code == 0, out + err
+    until(lambda: all(call.result is not None for call in modal_cloud.calls()), "the end of all")
+    # A replica that comes up meanwhile sees by itself that it was cancelled, and its call returns.
+    assert {call.status for call in modal_cloud.calls()} <= {TERMINATED, SUCCESS}
+    assert Run.open(s3_uri, RUN_ID).status().state == "cancelled"
+
+
+def test_call_of_a_killed_launcher_that_waits_for_a_machine_is_not_passed_over(
+    modal_cloud: FakeModal,
+    modal_executor: Callable[..., ModalExecutor],
+    s3_env: S3Server,
+    s3_uri: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody can find the third call by its id: `cancel` says so, and the App's end is its own."""
+    monkeypatch.setenv(CANARY_NAME, CANARY)
+    modal_cloud.hold(new_calls=True)
+    _kill_launcher_after_third_call(modal_cloud, Terminal(tmp_path), s3_env, s3_uri)
+    executor = modal_executor(cpu=0.5, sleep=lambda seconds: None)
+    run = Run.open(s3_uri, RUN_ID, executor=executor)
+    with pytest.raises(LaunchError, match="1 call waits for a machine") as caught:
+        run.cancel()
+    (app,) = modal_cloud.world.apps.values()
+    assert f"modal app stop {app.name}" in str(caught.value.fix)
+    assert [call.status for call in modal_cloud.calls()] == [TERMINATED, TERMINATED, 0]
+    assert run.status().is_terminal
+    assert app.is_deployed  # a launch of a moment ago might have made the call
+    app.tags[DEPLOYED_TAG] = str(int(app.tags[DEPLOYED_TAG]) - 600)
+    run.status()
+    assert app.state == api_pb2.APP_STATE_STOPPED
+    assert {call.status for call in modal_cloud.calls()} == {TERMINATED}
+
+
+def _kill_launcher_after_third_call(
+    cloud: FakeModal, here: Terminal, server: S3Server, store: str
+) -> None:
+    words = launch_words("modal", {"cpu": 0.5}, server, store, rounds=1000)
+    words[words.index("3")] = "4"
     launcher = here.start(*words)
-    modal_cloud.stall("FunctionMap", skip=2)
+    cloud.stall("FunctionMap", skip=2)
     try:
-        until(lambda: len(modal_cloud.calls()) == 3, "the third call")
-        recorded = open_store(f"{s3_uri}/{RUN_ID}/replicas")
+        until(lambda: len(cloud.calls()) == 3, "the third call")
+        recorded = open_store(f"{store}/{RUN_ID}/replicas")
         until(lambda: len(_handles(recorded.list(""))) == 2, "two handles")
     finally:
         launcher.kill()
         launcher.communicate()
-    modal_cloud.servicer.faults.clear()
-    where = (RUN_ID, "--store", s3_uri)
-    code, out, err = here.call("cancel", *where)
-    assert code == 0, out + err
-    until(lambda: all(call.result is not None for call in modal_cloud.calls()), "the end of all")
-    terminated = api_pb2.GenericResult.GENERIC_STATUS_TERMINATED
-    assert {call.status for call in modal_cloud.calls()} == {terminated}
+    cloud.servicer.faults.clear()
 
 
 def _handles(found: object) -> list[str]:

@@ -42,7 +42,8 @@ def test_launch_and_restart_share_one_app_and_one_function(
     first = _launch(modal_executor(), 3)
     again = _launch(modal_executor(), 1, ranks=[1], world_size=3, attempt=1)
     (app,) = modal_cloud.world.apps.values()
-    assert (app.name, app.tags) == ("diloco-run-1", {"diloco-run": "run-1"})
+    assert (app.name, app.tags["diloco-run"]) == ("diloco-run-1", "run-1")
+    assert app.tags["diloco-deployed"].isdecimal()
     assert list(app.function_ids) == ["replica"]
     assert {call.function.function_id for call in modal_cloud.calls()} == {
         app.function_ids["replica"]
@@ -172,6 +173,37 @@ def test_app_is_stopped_only_when_nothing_is_left_in_it(
     assert app.state == STOPPED
     executor.release("run-1")  # and once more
     assert modal_cloud.count("AppStop") == 1
+
+
+def test_calls_that_wait_are_hidden_only_from_who_has_no_handle_of_them(
+    modal_cloud: FakeModal, modal_executor: MakeExecutor
+) -> None:
+    """One replica of a run that goes on is cancelled: the others must not be taken for orphans."""
+    handles = _launch(modal_executor(), 3)
+    executor = modal_executor(sleep=lambda seconds: None)
+    with pytest.raises(LaunchError, match="3 calls wait for a machine in diloco-run-1"):
+        executor.recover("run-1")
+    for handle in handles:
+        executor.poll(handle)
+    assert executor.recover("run-1") == []
+    modal_executor().release("run-1")  # by who had looked at the run before this launch
+    (app,) = modal_cloud.world.apps.values()
+    app.tags["diloco-deployed"] = "0"
+    executor.release("run-1")  # by who could not ask for them, as Modal started them again
+    assert [call.result for call in modal_cloud.calls()] == [None] * 3
+
+
+def test_app_is_not_stopped_under_a_call_that_runs(
+    modal_cloud: FakeModal, modal_executor: MakeExecutor
+) -> None:
+    modal_cloud.hold(new_calls=False)
+    executor = modal_executor()
+    (handle,) = _launch(executor)
+    modal_cloud.until(lambda: executor.poll(handle) == "running")
+    (app,) = modal_cloud.world.apps.values()
+    app.tags["diloco-deployed"] = "0"
+    executor.release("run-1")
+    assert app.is_deployed
 
 
 def test_run_can_be_started_again_after_its_app_was_stopped(

@@ -45,7 +45,9 @@ def test_each_call_gets_its_rank_and_the_arguments(
     assert deployed.calls()[0].function.gpus == ["H100:4"]
 
 
-def test_users_app_is_never_stopped(deployed: FakeModal, modal_executor: MakeExecutor) -> None:
+def test_users_app_is_never_stopped(
+    deployed: FakeModal, modal_executor: MakeExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
     executor = modal_executor(function="my-app/replica")
     deployed.hold(new_calls=True)
     (handle,) = executor.launch_replicas(1, f"{PROGRAMS}:tell", {"a": 1})
@@ -53,6 +55,8 @@ def test_users_app_is_never_stopped(deployed: FakeModal, modal_executor: MakeExe
     executor.collect([handle], timeout=60)
     executor.forget(handle)
     executor.release("diloco")
+    assert executor.recover("diloco") == []
+    assert "found by their handles alone" in caplog.text
     assert deployed.count("AppStop") == 0
     assert [app.is_deployed for app in deployed.world.apps.values()] == [True]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -308,3 +310,45 @@ def test_secrets_file_is_the_users_own_and_taken_by_the_replica(
     assert _collected(executor, [handle]) == ["succeeded"]
     assert list(shared.iterdir()) == []
     assert "hush" not in json.dumps(dashboard.requests)
+
+
+def test_secrets_that_nobody_took_are_released_with_the_run(
+    dashboard: FakeDashboard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CONTRACT_SECRET", "hush")
+    shared = tmp_path / "shared"
+    executor = _executor(dashboard, secrets_dir=str(shared))
+    options = LaunchOptions(name="run-1", secrets=["CONTRACT_SECRET"])
+
+    def launch() -> ReplicaHandle:
+        (handle,) = executor.launch_replicas(1, f"{PROGRAMS}:sleep", {}, options=options)
+        return handle
+
+    handle = launch()
+    _until_there_are(shared, 0)  # the job has taken its file
+    launch()  # repeated: the job is there already, and takes no other
+    (again,) = shared.iterdir()
+    dead = shared / "run-1.r1.a0.0123abcd"  # of a launcher that died before it had a job
+    part = shared / ".run-1.r2.a0.0123abcd.x1y2z3"  # or while it wrote
+    fresh = shared / "run-1.r3.a0.0123abcd"  # of one that is about to have one
+    other = shared / "run-1.r1-b.r0.a0.0123abcd"
+    for path in (dead, part, fresh, other):
+        path.write_text("{}")
+    for path in (again, dead, part, other):
+        os.utime(path, (0, 0))
+    executor.release("run-1")
+    assert sorted(shared.iterdir()) == sorted([again, fresh, other])
+    executor.cancel(handle)
+    again.touch()
+    assert _collected(executor, [handle]) == ["cancelled"]
+    executor.release("run-1")
+    assert sorted(shared.iterdir()) == sorted([fresh, other])
+    _executor(dashboard, secrets_dir=str(tmp_path / "nowhere")).release("run-1")
+    executor.release("run-2")
+
+
+def _until_there_are(directory: Path, files: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(list(directory.iterdir())) != files:
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.05)

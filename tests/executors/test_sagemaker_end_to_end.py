@@ -86,7 +86,7 @@ def test_run_is_carried_from_launch_to_result(
     assert "137" in replicas[1]["restarted_after"]
     assert RUN_ID in elsewhere.call("ls", "--store", s3_uri)[1]
     _check_secrets(aws, preview, out, stored(s3_uri))
-    assert list(aws.secrets.values) == [f"diloco-cloud/{name}"]
+    assert aws.secrets.values.keys() <= {f"diloco-cloud/{name}"}  # or released at the run's end
     assert elsewhere.call("down", *where, "--yes")[0] == 0
     assert aws.secrets.values == {}
 

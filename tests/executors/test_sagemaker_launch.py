@@ -17,7 +17,8 @@ from sagemaker_fixtures import IMAGE, OUTPUT, MakeExecutor, aws, executor, make_
 
 from diloco_cloud.errors import ConfigError, DilocoError, LaunchError
 from diloco_cloud.executor import LaunchOptions, ReplicaHandle
-from diloco_cloud.executors.sagemaker import SageMakerExecutor, clients
+from diloco_cloud.executors.sagemaker import SageMakerExecutor, clients, secrets
+from diloco_cloud.secrets import Secret
 
 __all__ = ["aws", "executor", "make_executor"]
 
@@ -96,6 +97,71 @@ def test_secrets_of_a_launch_that_failed_are_deleted(
         _launch(executor, 1, secrets=["HF_TOKEN"])
     assert "CreateSecret" in aws.operations()
     assert aws.secrets.values == {}
+
+
+def test_secrets_whose_launcher_died_before_its_first_job_are_released(
+    aws: FakeAws, make_executor: MakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has a handle to forget; what a launch of a moment ago needs is left alone."""
+    executor = make_executor()
+    secrets.keep(
+        executor._clients.get("secretsmanager", "us-east-1"), "tale", {"A": Secret("A", CANARY)}
+    )
+    executor.release("tale")
+    assert list(aws.secrets.values) == ["diloco-cloud/tale"]
+    aws.secrets.changed_at["diloco-cloud/tale"] -= 600
+    executor.release("tal")
+    assert list(aws.secrets.values) == ["diloco-cloud/tale"]
+    executor.release("tale")
+    assert aws.secrets.values == {}
+    executor.release("tale")
+    monkeypatch.delenv("AWS_REGION")
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    make_executor().release("tale")  # never raises
+
+
+def test_secrets_stay_while_a_job_goes_on(
+    aws: FakeAws, executor: SageMakerExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", CANARY)
+    aws.training.full.set()
+    (handle,) = _launch(executor, 1, secrets=["HF_TOKEN"])
+    aws.secrets.changed_at["diloco-cloud/tale"] -= 600
+    executor.release("tale")
+    assert list(aws.secrets.values) == ["diloco-cloud/tale"]
+    executor.cancel(handle)
+    until(lambda: executor.poll(handle).is_terminal, "the end of the job")
+    executor.release("tale")
+    assert aws.secrets.values == {}
+
+
+def test_secret_whose_namesake_is_being_deleted_is_kept_when_that_is_gone(aws: FakeAws) -> None:
+    client = clients.Clients().get("secretsmanager", "us-east-1")
+    aws.secrets.deleting = 2
+    pauses: list[float] = []
+    assert secrets.keep(client, "tale", {"A": Secret("A", CANARY)}, pauses.append)
+    assert pauses == [1.0, 2.0]
+    assert CANARY in aws.secrets.values["diloco-cloud/tale"]
+
+
+def test_recovery_looks_where_the_others_of_the_run_are(
+    aws: FakeAws,
+    make_executor: MakeExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, _ = _launch(make_executor())
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
+    asked: list[str] = []
+    elsewhere = make_executor()
+    monkeypatch.setattr(elsewhere._board, "arns", lambda name, region: asked.append(region) or {})
+    assert elsewhere.recover("tale") == []
+    assert "in eu-west-1, the region that is set here" in caplog.text
+    caplog.clear()
+    elsewhere.poll(first)  # as whoever cancels a run does first
+    assert elsewhere.recover("tale") == []
+    assert asked == ["eu-west-1", "us-east-1"]
+    assert caplog.text == ""
 
 
 def test_secrets_are_in_no_log_however_loud(

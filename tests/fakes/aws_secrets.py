@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from typing import Any
 
@@ -14,12 +15,16 @@ class SecretsManager:
 
     Attributes:
         values: by name.
+        changed_at: seconds since the epoch, by name.
+        deleting: how many more requests to create one will find its namesake not gone yet.
     """
 
     def __init__(self, region: str, account: str) -> None:
         self._arn = f"arn:aws:secretsmanager:{region}:{account}:secret:"
         self._lock = threading.Lock()
         self.values: dict[str, str] = {}
+        self.changed_at: dict[str, float] = {}
+        self.deleting = 0
 
     def CreateSecret(self, params: dict[str, Any]) -> dict[str, Any]:
         with self._lock:
@@ -27,13 +32,22 @@ class SecretsManager:
             if name in self.values:
                 message = f"The operation failed because the secret {name} already exists."
                 raise AwsError("ResourceExistsException", message)
-            self.values[name] = params["SecretString"]
+            if self.deleting > 0:
+                self.deleting -= 1
+                message = "You can't create this secret because a secret with this name is already "
+                raise AwsError("InvalidRequestException", f"{message}scheduled for deletion.")
+            self.values[name], self.changed_at[name] = params["SecretString"], time.time()
             return self._answer(name)
+
+    def DescribeSecret(self, params: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            name = self._known(params)
+            return {**self._answer(name), "LastChangedDate": self.changed_at[name]}
 
     def PutSecretValue(self, params: dict[str, Any]) -> dict[str, Any]:
         with self._lock:
             name = self._known(params)
-            self.values[name] = params["SecretString"]
+            self.values[name], self.changed_at[name] = params["SecretString"], time.time()
             return self._answer(name)
 
     def GetSecretValue(self, params: dict[str, Any]) -> dict[str, Any]:

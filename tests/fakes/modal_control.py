@@ -79,6 +79,9 @@ class ControlPlane(LogHandlers):
         app.tags, app.function_ids = dict(request.tags), dict(request.function_ids)
         return api_pb2.AppPublishResponse(url="http://modal/app", deployed_at=time.time())
 
+    def AppGetTags(self, request: Any) -> api_pb2.AppGetTagsResponse:
+        return api_pb2.AppGetTagsResponse(tags=self._app(request.app_id).tags)
+
     def AppHeartbeat(self, _request: Any) -> Empty:
         return Empty()
 

@@ -50,7 +50,7 @@ def test_resolve_takes_the_settings_of_fault_tolerance(tmp_path: Path) -> None:
     spec = resolve({}, environ={}, file=_file(tmp_path, text)).spec
     assert (spec.quorum, spec.grace, spec.heartbeat) == (2, 30.0, 60.0)
     assert (spec.outlier_norm, spec.signed) == (None, True)
-    assert spec.secret_names == ("DILOCO_RUN_KEY",)
+    assert spec.on(spec.backend).secret_names == ("DILOCO_RUN_KEY",)
     environ = {
         "DILOCO_GRACE": "1m",
         "DILOCO_QUORUM": "3",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripted_executor import ScriptedExecutor
 
 from diloco_cloud.errors import ConfigError, UsageError
-from diloco_cloud.run import RunSpec, Side
+from diloco_cloud.run import RunSpec, Side, launch
 from diloco_cloud.run.by_backend import parse_replicas
 from diloco_cloud.run.config import resolve
 
@@ -42,6 +43,29 @@ def test_ranks_are_handed_out_in_the_fleets_order() -> None:
         "modal",
         "hf-jobs",
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"replicas": 4}, "replicas is 4, and the fleet has 3"),  # the default, and yet given
+        ({"backend": "local"}, "the backend local was chosen, and the replicas are on modal"),
+    ],
+)
+def test_spec_that_contradicts_its_fleet_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RunSpec(run_id="a-1", fleet=[Side("modal", 3)], **settings)
+
+
+def test_launch_takes_no_variable_that_looks_like_a_secret(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        launch(RunSpec(run_id="a-1", env={"HF_TOKEN": "hf_x"}), tmp_path / "store")
+    assert "HF_TOKEN looks like a secret" in caught.value.message
+    fleet = [Side("modal", 1, env={"S3_SECRET": "x"})]
+    with pytest.raises(ConfigError) as caught:
+        launch(RunSpec(run_id="a-1", fleet=fleet), tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+    assert caught.value.fix == "Pass it with --secret modal:S3_SECRET."
 
 
 def test_spec_without_a_fleet_is_what_it_was_before_there_were_any() -> None:
@@ -262,3 +286,17 @@ def test_files_that_cannot_work_are_refused(tmp_path: Path, text: str, message: 
 def test_fleet_needs_a_store_that_all_reach() -> None:
     with pytest.raises(ConfigError, match="runs on scripted need a store"):
         resolve({"replicas": {"local": 1, "scripted": 1}}, environ={})
+
+
+def test_sides_of_a_signed_run_have_one_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, letter in (("KEY_A", "a"), ("KEY_B", "b")):
+        monkeypatch.setenv(name, 32 * letter)
+    sides = [
+        Side("scripted", 1, secrets=("DILOCO_RUN_KEY=KEY_A",)),
+        Side("local", 1, secrets=("DILOCO_RUN_KEY=KEY_B",)),
+    ]
+    with pytest.raises(ConfigError, match="scripted and local get different values of DILOCO_RUN"):
+        launch(RunSpec(run_id="a-1", signed=True, fleet=sides), (tmp_path / "store").as_uri())
+    assert not (tmp_path / "store").exists()

@@ -124,7 +124,7 @@ def test_launch_that_the_second_side_refuses_cancels_the_first(
     with pytest.raises(LaunchError) as caught:
         launch(spec, store_uri, clock=clock.time)
     assert "backend 'elsewhere' failed to start the replicas: out of capacity" in str(caught.value)
-    assert "What had been started on scripted was cancelled." in str(caught.value)
+    assert "What had been started on scripted and elsewhere was cancelled." in str(caught.value)
     status = _open(store_uri, clock).status()
     assert [view.state for view in status.replicas] == ["cancelled"] * 3 + ["failed"]
     assert "out of capacity" in (status.replicas[3].error or "")
@@ -188,7 +188,7 @@ def test_every_sides_secrets_are_looked_for(
     spec: RunSpec, store_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("THEIR_KEY")
-    with pytest.raises(UsageError, match="the secret KEY comes from THEIR_KEY, which is not set"):
+    with pytest.raises(UsageError, match="the variable given after KEY= is not set"):
         launch(spec, store_uri)
 
 
