@@ -49,12 +49,14 @@ class ChannelLoss:
     """One channel's loss over one batch.
 
     Attributes:
-        loss: scalar; carries the channel's gradient, or is a constant zero where ``idle``.
+        loss: scalar; carries the channel's gradient, or is a zero whose gradient is zero where
+            ``idle``.
         active: tokens (channel 2) or pairs (channel 3) that the loss is a mean over.
         tokens: response tokens that took part, in both sides of the pairs for channel 3.
         skipped: rows without a masked token (channel 2), pairs with an empty side (channel 3).
         idle: why nothing was learnt, in a few words; None where ``active > 0``.
-        metrics: scalars without gradient, for the log.
+        metrics: scalars without gradient, for the log: ``loss``, the mean over ``active`` (not over
+            ``num_items``), and further means over ``active``; what ends in ``_max`` is a maximum.
     """
 
     loss: Tensor
@@ -70,11 +72,13 @@ def idle(reason: str, *, like: Tensor, skipped: int = 0) -> ChannelLoss:
 
     Args:
         reason: in a few words.
-        like: a tensor of the batch; the zero has its device, and its dtype if it is floating.
+        like: a tensor of the batch; the zero has its device, and its dtype if it is floating. It
+            hangs in its graph: processes that share a sharded model must go back through it
+            equally often.
         skipped: rows or pairs that were there and could not be used.
     """
-    dtype = like.dtype if like.is_floating_point() else torch.float32
-    zero = torch.zeros((), dtype=dtype, device=like.device)
+    # A sum of nothing, and not of zeros: 0 times an infinite logit is no number.
+    zero = like[..., :0].sum(dtype=like.dtype if like.is_floating_point() else torch.float32)
     return ChannelLoss(zero, active=0, tokens=0, skipped=skipped, idle=reason)
 
 
@@ -179,8 +183,9 @@ def sdpo_loss_from_hidden(
 def _sdpo_result(
     loss: Tensor, per_token: Tensor, mask: Tensor, options: SDPOOptions
 ) -> ChannelLoss:
-    metrics = {"per_token_max": per_token.max()}
+    metrics = {"loss": per_token.mean(), "per_token_max": per_token.max()}
     if options.token_clip is not None:
+        metrics["loss"] = per_token.clamp(max=options.token_clip).mean()
         metrics["clipped"] = (per_token > options.token_clip).float().mean()
     empty = int((mask != 0).any(dim=1).logical_not().sum())
     n = per_token.numel()
@@ -240,9 +245,7 @@ def replay_loss(
             options.dpo_beta * (masked_sum(chosen, chosen_mask) - ref_chosen),
             options.dpo_beta * (masked_sum(rejected, rejected_mask) - ref_rejected),
         )
-        per_pair = preference.dpo_terms(
-            scores[0] - scores[1], label_smoothing=options.label_smoothing
-        )
+        per_pair = preference.dpo_terms(scores[0] - scores[1])
     pairs = per_pair.numel()
     margin = (scores[0] - scores[1]).detach()
     return ChannelLoss(
@@ -250,7 +253,11 @@ def replay_loss(
         active=pairs,
         tokens=int((chosen_mask != 0).sum() + (rejected_mask != 0).sum()),
         skipped=skipped,
-        metrics={"margin": margin.mean(), "accuracy": (margin > 0).float().mean()},
+        metrics={
+            "loss": per_pair.detach().mean(),
+            "margin": margin.mean(),
+            "accuracy": (margin > 0).float().mean(),
+        },
     )
 
 

@@ -27,6 +27,7 @@ from diloco_cloud.composer.channels import (
     replay_loss,
     sdpo_loss,
 )
+from diloco_cloud.composer.evaluation_mode import evaluation_mode
 from diloco_cloud.composer.losses.checks import require, same_shape
 from diloco_cloud.composer.losses.logprobs import response_logprobs
 from diloco_cloud.composer.losses.rowwise import working_dtype
@@ -223,12 +224,8 @@ def _distillation(
 @torch.no_grad()
 def _teacher_logits(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     """With dropout off: what the teacher says must not depend on chance."""
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):
         return _logits(model, inputs, "ctx_teacher_")
-    finally:
-        model.train(was_training)
 
 
 def _preference(

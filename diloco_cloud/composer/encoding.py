@@ -41,16 +41,59 @@ class PromptEncoder:
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt)["input_ids"])
         require_template(self.tokenizer, self.chat_template)
-        text = self.tokenizer.apply_chat_template(
-            [dict(message) for message in prompt],
-            tools=list(self.tools) or None,
-            chat_template=self.chat_template,
-            add_generation_prompt=True,
-            tokenize=False,
-            **self.template_options,
-        )
+        text = self.render([dict(message) for message in prompt], add_generation_prompt=True)
         # The template writes special tokens itself.
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
+        """The text of a conversation, as the template writes it.
+
+        Args:
+            messages: of the conversation.
+            **options: of ``apply_chat_template``.
+        """
+        conversation: Any = list(messages)
+        return str(
+            self.tokenizer.apply_chat_template(
+                conversation,
+                **{
+                    "tools": list(self.tools) or None,
+                    "chat_template": self.chat_template,
+                    **self.template_options,
+                    **options,
+                    "tokenize": False,
+                },
+            )
+        )
+
+
+class RenderingTokenizer:
+    """A tokenizer that writes conversations as an encoder does: for the collator's parts.
+
+    Args:
+        encoder: whose template, tools and options are used; all else is its tokenizer's.
+    """
+
+    def __init__(self, encoder: PromptEncoder) -> None:
+        self._encoder = encoder
+        self.chat_template = encoder.chat_template or encoder.tokenizer.chat_template
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The id that fills rows up."""
+        found: int | None = self._encoder.tokenizer.pad_token_id
+        return found
+
+    def __call__(self, text: Any, /, **kwargs: Any) -> Any:
+        """As the tokenizer."""
+        return self._encoder.tokenizer(text, **kwargs)
+
+    def apply_chat_template(self, messages: Any, /, **kwargs: Any) -> str:
+        """The text of a conversation."""
+        return self._encoder.render(messages, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._encoder.tokenizer, name)
 
 
 def require_template(tokenizer: Any, chat_template: str | None = None) -> None:

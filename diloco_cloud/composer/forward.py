@@ -15,7 +15,9 @@ from diloco_cloud.composer.channels import (
     sdpo_loss,
     sdpo_loss_from_hidden,
 )
+from diloco_cloud.composer.evaluation_mode import evaluation_mode
 from diloco_cloud.composer.losses.logprobs import token_logprobs
+from diloco_cloud.composer.output_head import OutputHead
 from diloco_cloud.composer.turns import Turns
 
 logger = logging.getLogger(__name__)
@@ -35,11 +37,15 @@ class ChannelForward:
         accepted = inspect.signature(bare.forward).parameters
         self._keeps_few = "logits_to_keep" in accepted
         self._takes_positions = "position_ids" in accepted
-        find_head: Any = getattr(bare, "get_output_embeddings", lambda: None)
-        head = find_head()
-        plain = type(head) is nn.Linear and self._keeps_few and may_use_head
-        self._head: nn.Linear | None = head if plain else None
-        self._head_is_checked = False
+        self._head = OutputHead(bare)
+        if not may_use_head:
+            self._head.unusable = "the output head is sharded, or has a precision of its own"
+        self._has_warned = False
+
+    @property
+    def uses_head(self) -> bool:
+        """Whether channel 2 runs from hidden states, without logits (B, L, V)."""
+        return self._head.unusable is None
 
     def distill(
         self,
@@ -61,14 +67,20 @@ class ChannelForward:
             num_items: what the sum over tokens is divided by; by default their number.
         """
         mask = student.turn_mask
-        with torch.no_grad(), _EvaluationMode(model):
+        with torch.no_grad(), evaluation_mode(model):
             teacher_states = self._states(model, teacher)
         student_states = self._states(model, student)
-        if self._head is None:
+        if not self.uses_head:
             return sdpo_loss(student_states, teacher_states, mask, options, num_items=num_items)
-        return sdpo_loss_from_hidden(
-            student_states, teacher_states, self._head, mask, options, num_items=num_items
-        )
+        with self._head.precision():
+            return sdpo_loss_from_hidden(
+                student_states,
+                teacher_states,
+                self._head.linear,
+                mask,
+                options,
+                num_items=num_items,
+            )
 
     def response_logprobs(
         self, model: nn.Module, input_ids: torch.Tensor, response_mask: torch.Tensor
@@ -101,43 +113,23 @@ class ChannelForward:
         if self._takes_positions:
             # Else a model with absolute positions counts the padding.
             inputs["position_ids"] = (turns.attention_mask.cumsum(-1) - 1).clamp(min=0)
-        if self._head is None:
-            return self._last(model, inputs, turns.columns)
-        output = model(**inputs, use_cache=False, output_hidden_states=True, logits_to_keep=1)
-        hidden: torch.Tensor = output.hidden_states[-1][:, -turns.columns - 1 :]
-        if not self._head_is_checked and not self._head_gives(output.logits, hidden):
-            self._head = None
-            return self._last(model, inputs, turns.columns)
-        return hidden[:, :-1]
+        if self.uses_head:
+            states = self._head.states(model, self._few(inputs, turns.columns))
+            if states is not None:
+                return states[:, -turns.columns - 1 : -1]
+        self._warn()
+        return self._last(model, inputs, turns.columns)
+
+    def _few(self, inputs: dict[str, Any], columns: int) -> dict[str, Any]:
+        """``inputs`` of a call that gives what predicts the last tokens, and one column more."""
+        return {**inputs, "logits_to_keep": columns + 1} if self._keeps_few else inputs
 
     def _last(self, model: nn.Module, inputs: dict[str, Any], columns: int) -> torch.Tensor:
         """Logits that predict the last ``columns`` tokens, (B, columns, V)."""
-        if self._keeps_few:
-            inputs = {**inputs, "logits_to_keep": columns + 1}
-        logits: torch.Tensor = model(**inputs, use_cache=False).logits
+        logits: torch.Tensor = model(**self._few(inputs, columns), use_cache=False).logits
         return logits[:, -columns - 1 : -1]
 
-    @torch.no_grad()
-    def _head_gives(self, logits: torch.Tensor, hidden: torch.Tensor) -> bool:
-        """Whether the logits are the head's output as it is: some models scale or cap them."""
-        assert self._head is not None
-        self._head_is_checked = True
-        mine = self._head(hidden[:, -1:].to(self._head.weight.dtype)).float()
-        tolerance = 1e-4 if logits.dtype == torch.float32 else 2e-2
-        plain = torch.allclose(mine, logits.float(), rtol=tolerance, atol=tolerance)
-        if not plain:
-            logger.info("logits are not the output head's alone: channel 2 materialises them")
-        return plain
-
-
-class _EvaluationMode:
-    """Dropout off for a while: the teacher's word should not depend on chance."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._was_training = model, model.training
-
-    def __enter__(self) -> None:
-        self._model.eval()
-
-    def __exit__(self, *_: object) -> None:
-        self._model.train(self._was_training)
+    def _warn(self) -> None:
+        if not self._has_warned:
+            logger.warning("channel 2 materialises logits: %s", self._head.unusable)
+            self._has_warned = True

@@ -59,7 +59,7 @@ def paired_turns(
         inputs: TRL's micro-batch with the tensors of :func:`rollout_tensors`.
         pad_token_id: fills the rows up.
         at_least_one: give a row that no token counts of rather than None: processes that share a
-            sharded model must run it equally often.
+            sharded model must run it forward and back equally often.
 
     Raises:
         ConfigError: a mask is not of its tokens' shape.

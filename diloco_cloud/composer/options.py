@@ -85,8 +85,6 @@ class ReplayOptions:
         variant: ``"dpo"``, which needs reference log-probabilities, or ``"simpo"``, which
             ignores them.
         dpo_beta: DPO's inverse temperature.
-        label_smoothing: of DPO, in [0, 0.5): the chance that a pair is labelled the wrong way
-            round (conservative DPO).
         simpo_beta: SimPO's scale.
         simpo_gamma: SimPO's target margin.
 
@@ -96,7 +94,6 @@ class ReplayOptions:
 
     variant: DPOVariant = "dpo"
     dpo_beta: float = 0.1
-    label_smoothing: float = 0.0
     simpo_beta: float = 2.0
     simpo_gamma: float = 1.0
 
@@ -108,8 +105,3 @@ class ReplayOptions:
         )
         positive(self.dpo_beta, "replay_dpo_beta")
         positive(self.simpo_beta, "simpo_beta")
-        require(
-            0.0 <= self.label_smoothing < 0.5,
-            f"label_smoothing is {self.label_smoothing}",
-            fix="Give a probability from 0 to below 0.5.",
-        )

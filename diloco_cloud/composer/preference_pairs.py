@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from diloco_cloud.composer.collator import CollatorConfig, ComposerDataCollator
-from diloco_cloud.composer.encoding import require_template
+from diloco_cloud.composer.encoding import PromptEncoder, RenderingTokenizer, require_template
 from diloco_cloud.composer.trace import check_pair
 from diloco_cloud.errors import ConfigError
 
@@ -51,7 +51,7 @@ class PairSet:
 
     @classmethod
     def encode(
-        cls, rows: Iterable[Mapping[str, Any]], tokenizer: Any, *, max_length: int
+        cls, rows: Iterable[Mapping[str, Any]], encoder: PromptEncoder, *, max_length: int
     ) -> PairSet:
         """Encode ``rows``: ``state_messages`` (or ``prompt``), ``chosen`` and ``rejected``.
 
@@ -62,7 +62,7 @@ class PairSet:
         Args:
             rows: mappings; a prompt is a conversation or plain text, a response is text or a list
                 of one assistant message.
-            tokenizer: of the model that is trained.
+            encoder: of the rollouts' prompts: a pair's prompt is written like theirs.
             max_length: tokens of prompt and response together.
 
         Raises:
@@ -71,10 +71,10 @@ class PairSet:
         """
         pairs: list[EncodedPair] = []
         skipped: Counter[str] = Counter()
-        encoder = _Encoder(tokenizer, max_length)
+        pair_encoder = _Encoder(encoder, max_length)
         index = -1
         for index, row in enumerate(rows):
-            pair = encoder.encode(_read(row, index))
+            pair = pair_encoder.encode(_read(row, index))
             if isinstance(pair, str):
                 skipped[pair] += 1
             else:
@@ -161,8 +161,9 @@ def pair_tensors(
 class _Encoder:
     """Turns pairs into ids."""
 
-    def __init__(self, tokenizer: Any, max_length: int) -> None:
-        self._tokenizer, self._max_length = tokenizer, max_length
+    def __init__(self, encoder: PromptEncoder, max_length: int) -> None:
+        self._encoder, self._max_length = encoder, max_length
+        self._tokenizer: Any = encoder.tokenizer
         self._collator: ComposerDataCollator | None = None
 
     def encode(self, row: Mapping[str, Any]) -> EncodedPair | str:
@@ -170,9 +171,9 @@ class _Encoder:
         if isinstance(row["state_messages"], str):
             return self._plain(row["state_messages"], row["chosen"], row["rejected"])
         if self._collator is None:
-            require_template(self._tokenizer)
+            require_template(self._tokenizer, self._encoder.chat_template)
             options = CollatorConfig(max_dpo_seq_len=self._max_length)
-            self._collator = ComposerDataCollator(self._tokenizer, options)
+            self._collator = ComposerDataCollator(RenderingTokenizer(self._encoder), options)
         before = Counter(self._collator.skipped)
         tensors = self._collator.pairs([row])
         if not tensors:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from diloco_cloud.composer.encoding import Prompt, PromptEncoder, require_template
@@ -63,6 +64,17 @@ def fitting_rows(dataset: Any, encoder: PromptEncoder, max_tokens: int | None) -
         )
         dataset = dataset.select(kept)
     return dataset, skipped
+
+
+def fitting_sets(datasets: Any, encoder: PromptEncoder, max_tokens: int | None) -> tuple[Any, int]:
+    """:func:`fitting_rows` of what a trainer evaluates on: a data set, some by name, or None."""
+    if datasets is None:
+        return None, 0
+    if not isinstance(datasets, Mapping):
+        return fitting_rows(datasets, encoder, max_tokens)
+    found = {name: fitting_rows(rows, encoder, max_tokens) for name, rows in datasets.items()}
+    kept = {name: rows for name, (rows, _) in found.items()}
+    return kept, sum(skipped for _, skipped in found.values())
 
 
 class _Fit:

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from diloco_cloud.composer.encoding import PromptEncoder
 from diloco_cloud.composer.preference_pairs import EncodedPair, PairSet, PairStream, pair_tensors
 from diloco_cloud.composer.reference import PairLogprobs, ReferenceLogprobs
 
@@ -19,7 +20,7 @@ class Replay:
 
     Args:
         rows: see :meth:`PairSet.encode`.
-        tokenizer: of the model that is trained.
+        encoder: of the rollouts' prompts.
         max_length: tokens of prompt and response together.
         batch_size: pairs of a process in a micro-batch.
         seed: of their order.
@@ -38,7 +39,7 @@ class Replay:
     def __init__(
         self,
         rows: Iterable[Mapping[str, Any]],
-        tokenizer: Any,
+        encoder: PromptEncoder,
         *,
         max_length: int,
         batch_size: int,
@@ -47,11 +48,12 @@ class Replay:
         process: int = 0,
         processes: int = 1,
     ) -> None:
-        self.pairs = PairSet.encode(rows, tokenizer, max_length=max_length)
+        self.pairs = PairSet.encode(rows, encoder, max_length=max_length)
         self.reference = ReferenceLogprobs()
         self.needs_reference = needs_reference
         self._batch_size = batch_size
-        self._pad_token_id: int = tokenizer.pad_token_id
+        padding: Any = encoder.tokenizer.pad_token_id
+        self._pad_token_id: int = padding
         self._stream = PairStream(
             len(self.pairs.pairs), batch_size, seed=seed, process=process, processes=processes
         )

@@ -19,7 +19,10 @@ from diloco_cloud.errors import ConfigError
 
 RewardFunction: TypeAlias = Callable[..., list[float | None]]
 
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+#: A minus behind a digit is one number less another.
+_NUMBER = re.compile(r"(?:(?<!\d)-)?\d+(?:\.\d+)?")
+#: 1,234,567; but not 3,5, which are two numbers.
+_GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
 _TASKS: dict[str, str] = {
     "arithmetic": "diloco_cloud.composer.rewards_arithmetic:Arithmetic",
     "reasoning_gym": "diloco_cloud.composer.rewards_reasoning_gym:ReasoningGym",
@@ -28,7 +31,12 @@ _TASKS: dict[str, str] = {
 
 
 class Task(Protocol):
-    """Prompts whose answers can be checked."""
+    """Prompts whose answers can be checked.
+
+    A task that has a set of rows, rather than making them up, may say so with an attribute
+    ``size``, their number: its :meth:`rows` then never gives one twice, and replicas share them
+    out.
+    """
 
     def rows(self, count: int, *, seed: int) -> list[dict[str, Any]]:
         """``count`` rows: ``prompt``, and the columns that :meth:`reward` reads.
@@ -97,5 +105,5 @@ def text_of(completion: str | list[Mapping[str, Any]]) -> str:
 
 def last_number(text: str) -> float | None:
     """The last number in ``text``, which is where a model that reasons first has its answer."""
-    matches = _NUMBER.findall(text.replace(",", ""))
+    matches = _NUMBER.findall(_GROUPED.sub(lambda found: found[0].replace(",", ""), text))
     return float(matches[-1]) if matches else None

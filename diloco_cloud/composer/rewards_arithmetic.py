@@ -31,10 +31,20 @@ class Arithmetic:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}", fix="It must be at least 1.")
 
+    @property
+    def size(self) -> int:
+        """Questions that there are."""
+        return int(10 ** (self.digits * self.terms)) << (self.terms - 1)
+
     def rows(self, count: int, *, seed: int) -> list[dict[str, Any]]:
-        """Rows with ``prompt`` and ``answer``."""
+        """Rows with ``prompt`` and ``answer``; no question twice, so at most :attr:`size`."""
         draw = random.Random(seed)
-        return [self._row(draw) for _ in range(count)]
+        if 2 * count > self.size:
+            return [self._row(place) for place in draw.sample(range(self.size), self.size)[:count]]
+        places: dict[int, None] = {}
+        while len(places) < count:
+            places[draw.randrange(self.size)] = None
+        return [self._row(place) for place in places]
 
     def reward(self, completions: list[Any], *, answer: list[int], **_: Any) -> list[float | None]:
         """1 where the last number of the completion is the answer, else 0."""
@@ -43,9 +53,15 @@ class Arithmetic:
             for completion, right in zip(completions, answer, strict=True)
         ]
 
-    def _row(self, draw: random.Random) -> dict[str, Any]:
-        numbers = [draw.randrange(10**self.digits) for _ in range(self.terms)]
-        signs = [draw.choice((1, -1)) for _ in numbers[1:]]
+    def _row(self, place: int) -> dict[str, Any]:
+        """The question at ``place`` of all."""
+        numbers, signs = [], []
+        for _ in range(self.terms):
+            place, number = divmod(place, 10**self.digits)
+            numbers.append(number)
+        for _ in numbers[1:]:
+            place, bit = divmod(place, 2)
+            signs.append(-1 if bit else 1)
         question = str(numbers[0])
         for sign, number in zip(signs, numbers[1:], strict=True):
             question += f" {'+' if sign > 0 else '-'} {number}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 import re
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -40,6 +41,11 @@ class HumanEval:
         self._problems: list[dict[str, str]] = list(data.read_problems().values())
         self._sandbox = Sandbox(seconds=seconds, memory_bytes=memory_bytes)
         self._workers = workers
+
+    @property
+    def size(self) -> int:
+        """Problems that there are."""
+        return len(self._problems)
 
     def rows(self, count: int, *, seed: int) -> list[dict[str, Any]]:
         """Rows with ``prompt`` (messages), and ``stub``, ``test`` and ``entry_point``."""
@@ -82,7 +88,12 @@ class HumanEval:
 
 def _program(answer: str, stub: str, name: str) -> str:
     """The function as the answer has it: whole, in a code block or not, or only its body."""
-    found = _FENCED.search(answer)
-    code = found[1] if found else answer
-    # Imports and helpers stand before the function in the stub.
-    return f"{stub}    pass\n{code}" if f"def {name}" in code else stub + code
+    whole = re.compile(rf"^\s*(?:async\s+)?def\s+{re.escape(name)}\b", re.MULTILINE)
+    blocks = _FENCED.findall(answer) or [answer]
+    code = next(filter(whole.search, blocks), blocks[0])
+    if whole.search(code):
+        # Imports and helpers stand before the function in the stub.
+        return f"{stub}    pass\n{code}"
+    first = next((line for line in code.splitlines() if line.strip()), "")
+    # In a code block, a body often begins at the margin.
+    return stub + (code if first[:1].isspace() else textwrap.indent(code, "    "))

@@ -1,8 +1,11 @@
 """Runs a model's program in a process of its own, with limits.
 
 It keeps accidents from mattering: endless loops, all memory, full disks, forks, stray files, an
-opened connection. It is no wall against a program that is out to break it: whoever trains on code
-of models they do not trust runs the replica in a container of its own.
+opened connection. It is no wall against a program that is out to break it, which can undo what is
+refused inside its own interpreter, mend its own tests, and, where it gets that far, read what the
+replica's user can read: the replica's environment, with its credentials, in ``/proc`` among it.
+Whoever trains on code of models they do not trust runs the replica in a container of its own, with
+no credentials but for the run's store.
 """
 
 from __future__ import annotations
@@ -14,37 +17,21 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+from diloco_cloud.composer import rewards_sandbox_guard as guard
+from diloco_cloud.errors import RewardError
 
 Verdict: TypeAlias = Literal["passed", "failed", "timed out"]
 
-#: Put before the program: its limits are set by the process itself, before it reads a line of it.
-_GUARD = """\
-import resource, sys
-def limit(what, value):
-    try:
-        resource.setrlimit(what, (value, value))
-    except (ValueError, OSError):
-        pass
-limit(resource.RLIMIT_CPU, {cpu})
-limit(resource.RLIMIT_AS, {memory})
-limit(resource.RLIMIT_FSIZE, {written})
-limit(resource.RLIMIT_NOFILE, 16)
-limit(resource.RLIMIT_CORE, 0)
-FORBIDDEN = ("socket.", "subprocess.", "os.exec", "os.fork", "os.posix_spawn", "os.system",
-             "os.kill", "os.spawn", "pty.", "ctypes.", "shutil.rmtree", "os.remove", "os.rename")
-def refuse(event, args):
-    if event.startswith(FORBIDDEN):
-        raise PermissionError(event + " is not allowed here")
-program = sys.stdin.read()
-sys.addaudithook(refuse)
-try:
-    exec(compile(program, "<completion>", "exec"), {{"__name__": "__main__"}})
-except SystemExit:
-    # A program that ends itself has not come to its tests.
-    raise SystemExit(1)
-print({token!r})
-"""
+_VERDICTS: Final[dict[int, Verdict]] = {
+    guard.PASSED: "passed",
+    guard.FAILED: "failed",
+    guard.TIMED_OUT: "timed out",
+}
+#: Seconds beside the program's own: an interpreter starts slowly on a busy machine.
+_START_S: Final = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +41,7 @@ class Sandbox:
     Attributes:
         seconds: of wall-clock time, and of CPU time, rounded up.
         memory_bytes: of address space.
-        written_bytes: of any file it writes, its output included.
+        written_bytes: of any file it writes. What it prints goes nowhere.
     """
 
     seconds: float = 3.0
@@ -64,42 +51,46 @@ class Sandbox:
     def run(self, program: str) -> Verdict:
         """Run Python source; "passed" where it came to its end without an exception.
 
-        The program has no environment, no input, a folder of its own that is deleted, and its
-        whole process group is killed when it ends or when time is up.
+        The program has no environment, no input, no threads, and a folder of its own that is
+        deleted, outside of which it opens no file to write. A second process, in which no line of
+        it runs, says how it ended, and kills what it leaves behind (on Linux whatever its session
+        is; elsewhere its process group).
+
+        Raises:
+            RewardError: the sandbox itself does not run.
         """
-        token = os.urandom(16).hex()
-        guard = _GUARD.format(
-            cpu=int(self.seconds) + 1,
-            memory=self.memory_bytes,
-            written=self.written_bytes,
-            token=token,
-        )
+        limits = (str(self.seconds), str(self.memory_bytes), str(self.written_bytes))
         with tempfile.TemporaryDirectory(prefix="diloco-sandbox-") as folder:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-c", guard],
+                [sys.executable, "-I", "-B", str(Path(guard.__file__)), *limits],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd=folder,
                 env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
             )
             try:
-                output, _ = process.communicate(program.encode(), timeout=self.seconds)
+                process.communicate(
+                    program.encode(errors="replace"), timeout=self.seconds + _START_S
+                )
             except subprocess.TimeoutExpired:
                 return "timed out"
             finally:
                 _kill_group(process)
-        # The last line alone: the program may print, and cannot know the token beforehand.
-        lines = output.decode(errors="replace").splitlines()
-        passed = process.returncode == 0 and bool(lines) and lines[-1] == token
-        return "passed" if passed else "failed"
+        if process.returncode in _VERDICTS:
+            return _VERDICTS[process.returncode]
+        if process.returncode < 0:
+            return "failed"
+        raise RewardError(
+            f"the sandbox did not start (exit status {process.returncode})",
+            fix=f"See what `{sys.executable} -I -c ''` says where the replicas run.",
+        )
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
+    if process.stdin is not None:
+        process.stdin.close()

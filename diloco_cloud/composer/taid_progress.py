@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from diloco_cloud.composer.losses import TAIDScheduler
 
@@ -14,7 +11,7 @@ _FILE = "composer_taid.json"
 
 
 class TAIDProgress:
-    """Moves a schedule on once an optimizer step, by the mean loss of its micro-batches.
+    """Moves a schedule on once an optimizer step, by the mean loss of its hinted tokens.
 
     Args:
         scheduler: None where ``t`` is set by hand.
@@ -22,27 +19,29 @@ class TAIDProgress:
 
     def __init__(self, scheduler: TAIDScheduler | None) -> None:
         self.scheduler = scheduler
-        self._losses: list[torch.Tensor] = []
+        self._total, self._active = 0.0, 0.0
 
-    def follow(self, loss: torch.Tensor | None, accelerator: Any, step: int) -> float | None:
-        """Take in a micro-batch's part of the step's mean loss.
+    def follow(self, loss: float, active: float, step: int, *, ends_step: bool) -> float | None:
+        """Take in a micro-batch, as it is over all processes.
 
         Args:
-            loss: None where no token was active.
-            accelerator: says when the step's last micro-batch is done, and averages over processes.
+            loss: mean over its hinted tokens, in nats.
+            active: how many these are; without any, ``loss`` has no meaning.
             step: optimizer steps done.
+            ends_step: whether it is the step's last micro-batch.
 
         Returns:
             The new ``t`` at the end of a step, else None.
         """
         if self.scheduler is None:
             return None
-        if loss is not None:
-            self._losses.append(loss)
-        if not accelerator.sync_gradients:
+        if active:
+            self._total, self._active = self._total + loss * active, self._active + active
+        if not ends_step:
             return None
-        if (total := self._mean(accelerator)) is not None:
-            self.scheduler.update_t(total, step)
+        if self._active:
+            self.scheduler.update_t(self._total / self._active, step)
+        self._total, self._active = 0.0, 0.0
         return float(self.scheduler.t)
 
     def save(self, checkpoint: Path) -> None:
@@ -57,12 +56,3 @@ class TAIDProgress:
             return None
         self.scheduler.load_state_dict(json.loads(path.read_text()))
         return float(self.scheduler.t)
-
-    def _mean(self, accelerator: Any) -> torch.Tensor | None:
-        """Over the processes that had any; every process has to ask."""
-        own = torch.zeros(2, device=accelerator.device)
-        if self._losses:
-            own = torch.stack([torch.stack(self._losses).sum().float(), torch.ones_like(own[0])])
-        self._losses.clear()
-        total = accelerator.gather(own).view(-1, 2).sum(dim=0)
-        return total[0] / total[1] if total[1] > 0 else None

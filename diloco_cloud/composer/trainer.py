@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from diloco_cloud.composer.activity import ChannelActivity
 from diloco_cloud.composer.channels import (
     ChannelLoss,
     ReplayOptions,
@@ -33,6 +32,7 @@ from diloco_cloud.composer.channels import (
 )
 from diloco_cloud.composer.checked_rewards import RewardGuard
 from diloco_cloud.composer.encoding import PromptEncoder
+from diloco_cloud.composer.evaluation_mode import evaluation_mode
 from diloco_cloud.composer.forward import ChannelForward
 from diloco_cloud.composer.hinted_rollouts import (
     LOSS_MASK,
@@ -42,7 +42,8 @@ from diloco_cloud.composer.hinted_rollouts import (
 )
 from diloco_cloud.composer.losses import TAIDScheduler
 from diloco_cloud.composer.losses.logprobs import masked_sum
-from diloco_cloud.composer.prompt_rows import fitting_rows
+from diloco_cloud.composer.metrics import ChannelMetrics, Mode
+from diloco_cloud.composer.prompt_rows import fitting_rows, fitting_sets
 from diloco_cloud.composer.taid_progress import TAIDProgress
 from diloco_cloud.composer.teacher_context import HintGenerator
 from diloco_cloud.composer.trainer_base import (
@@ -108,6 +109,7 @@ class ComposerReplicationTrainer(_GRPOTrainer):  # type: ignore[misc]  # or its 
 
     reward_funcs: list[Any]
     train_dataset: Any
+    eval_dataset: Any
 
     def __init__(
         self,
@@ -152,7 +154,8 @@ class ComposerReplicationTrainer(_GRPOTrainer):  # type: ignore[misc]  # or its 
             simpo_gamma=simpo_gamma,
         )
         super().__init__(*args, **kwargs)
-        self.activity = {name: ChannelActivity(name) for name in ("sdpo", "replay")}
+        self._figures = ChannelMetrics(self.accelerator)
+        self.activity = self._figures.activity
         self.rewards = RewardGuard(strict=strict)
         self.reward_funcs = self.rewards.wrap_all(self.reward_funcs, self.reward_func_names)
         bare = self.accelerator.unwrap_model(self.model)
@@ -175,9 +178,9 @@ class ComposerReplicationTrainer(_GRPOTrainer):  # type: ignore[misc]  # or its 
         self.prompts_skipped = 0
         if self.environment_factories is None:
             longest = None if limit is None else limit - self.max_completion_length
-            self.train_dataset, self.prompts_skipped = fitting_rows(
-                self.train_dataset, encoder, longest
-            )
+            self.train_dataset, skipped = fitting_rows(self.train_dataset, encoder, longest)
+            self.eval_dataset, skipped_too = fitting_sets(self.eval_dataset, encoder, longest)
+            self.prompts_skipped = skipped + skipped_too
         self._hints = find_hints(self, encoder, limit, hint_generator)
         self._replay = make_replay(
             self,
@@ -216,15 +219,10 @@ class ComposerReplicationTrainer(_GRPOTrainer):  # type: ignore[misc]  # or its 
         """Compute the reference log-probabilities of pairs that have none yet."""
         if self._replay is None:
             return
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            model = self.accelerator.unwrap_model(self.model)
-            policy = reference_policy(model, has_new_adapter=self._has_new_adapter)
-            with policy, self.accelerator.autocast():
-                self._replay.complete_reference(self._score_pairs, self.accelerator.device)
-        finally:
-            self.model.train(was_training)
+        model = self.accelerator.unwrap_model(self.model)
+        policy = reference_policy(model, has_new_adapter=self._has_new_adapter)
+        with evaluation_mode(self.model), policy, self.accelerator.autocast():
+            self._replay.complete_reference(self._score_pairs, self.accelerator.device)
 
     def _score_pairs(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         sums = [
@@ -256,7 +254,7 @@ class ComposerReplicationTrainer(_GRPOTrainer):  # type: ignore[misc]  # or its 
             self._hints.skipped.clear()
             added = rollout_tensors(self._hints, inputs, *self._rollouts, batch)
             if self.model.training:
-                self.activity["sdpo"].skip(self._hints.skipped)
+                self._figures.skip("sdpo", self._hints.skipped)
             # Like TRL's num_items_in_batch: over all processes, and all micro-batches made of this.
             added[NUM_ITEMS] = self.accelerator.gather(added[LOSS_MASK].sum()).sum()
             batch.update(added)
@@ -276,7 +274,7 @@ class ComposerReplicationTrainer(_GRPOTrainer):  # type: ignore[misc]  # or its 
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         loss: torch.Tensor = super()._compute_loss(model, inputs)
-        self._note("grpo", "loss", loss.detach() * self._micro_batches)
+        self._figures.add_mean("grpo/loss", loss.detach() * self._micro_batches, self._mode)
         if self.model.training:
             self.tokens_trained += int(
                 inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()
@@ -290,17 +288,15 @@ class ComposerReplicationTrainer(_GRPOTrainer):  # type: ignore[misc]  # or its 
     def _compute_sdpo_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """Channel 2 of a micro-batch, not weighted: its part of the accumulated step's mean.
 
-        The mean is over all hinted tokens of the step, as TRL's default loss is over all tokens:
-        how they fall into micro-batches makes no difference.
+        The mean is over a step's share of all hinted tokens of its generation batch, as TRL's
+        default loss is over all tokens: how they fall into micro-batches makes no difference. Where
+        several steps share a generation batch, one with more hinted tokens weighs more.
         """
         found = self._distill(model, inputs)
-        # A micro-batch without a hint counts as 0 in its step's mean, but no step consists of such.
-        if found.idle is None or int(inputs.get(NUM_ITEMS, 0)) > 0:
-            self._note("sdpo", "loss", found.loss.detach() * self._micro_batches)
-        self._count("sdpo", found)
+        loss, active = self._count("sdpo", found)
         if self.model.training:
-            loss = found.loss.detach() if found.idle is None else None
-            t = self._taid.follow(loss, self.accelerator, self.state.global_step)
+            ends_step = self.accelerator.sync_gradients
+            t = self._taid.follow(loss, active, self.state.global_step, ends_step=ends_step)
             if t is not None:
                 self.taid_t = t
         return found.loss
@@ -334,8 +330,6 @@ class ComposerReplicationTrainer(_GRPOTrainer):  # type: ignore[misc]  # or its 
             ref_chosen_logprobs=inputs.get("dpo_chosen_ref_logprobs"),
             ref_rejected_logprobs=inputs.get("dpo_rejected_ref_logprobs"),
         )
-        if found.idle is None:
-            self._note("replay", "loss", found.loss.detach())
         self._count("replay", found)
         return found.loss / self._micro_batches
 
@@ -352,21 +346,19 @@ class ComposerReplicationTrainer(_GRPOTrainer):  # type: ignore[misc]  # or its 
 
     # -- logs and checkpoints ------------------------------------------------------------------
 
-    def _note(self, channel: str, name: str, value: torch.Tensor | float) -> None:
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode][f"composer/{channel}/{name}"].append(float(value))
+    @property
+    def _mode(self) -> Mode:
+        return "train" if self.model.training else "eval"
 
-    def _count(self, channel: str, found: ChannelLoss) -> None:
-        for name, value in found.metrics.items():
-            self._note(channel, name, value)
+    def _count(self, channel: str, found: ChannelLoss) -> tuple[float, int]:
         if self.model.training:
             self.tokens_trained += found.tokens
-            self.activity[channel].count(
-                active=found.active, tokens=found.tokens, skipped=found.skipped, idle=found.idle
-            )
+        return self._figures.add(channel, found, self._mode)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log TRL's figures and the channels'."""
+        for name, value in self._figures.take(self._mode).items():
+            self._metrics[self._mode][f"composer/{name}"].append(value)
         if self.model.training:
             for activity in self.activity.values():
                 logs.update(activity.end_window())

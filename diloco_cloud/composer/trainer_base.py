@@ -76,8 +76,8 @@ def find_hints(
         return None
     from_errors = generator is not None and bool(trainer.tools)
     hints = Hints(encoder, generator or _dispatch, limit, reads_tool_errors=from_errors)
-    has_rows = trainer.environment_factories is None
-    from_rows = has_rows and bring_hints(trainer.train_dataset, hints)
+    # Also where environments write the prompts: the rows they are reset by are the rollouts' rows.
+    from_rows = bring_hints(trainer.train_dataset, hints)
     if not (from_rows or from_errors or trainer.rollout_func is not None):
         logger.warning(
             "channel 2 is off: alpha_sdpo is %g, and train_dataset has no hint or error_kind",
@@ -125,7 +125,12 @@ def make_replay(
         )
     return Replay(
         pairs,
-        trainer.processing_class,
+        PromptEncoder(
+            trainer._tokenizer,
+            trainer.tools or (),
+            trainer.chat_template,
+            trainer.chat_template_kwargs,
+        ),
         max_length=max_length,
         batch_size=batch_size or trainer.args.per_device_train_batch_size,
         seed=trainer.args.seed,

@@ -15,9 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco_cloud.errors import ConfigError, MissingDependencyError
+from diloco_cloud.trainers.composer_settings import (
+    check_channels,
+    check_dtype,
+    check_grpo,
+    taid_schedule,
+    weight,
+)
 from diloco_cloud.trainers.pretrained import Pretrained, load_pretrained
 
 if TYPE_CHECKING:
+    from datasets import Dataset
+
     from diloco_cloud.outer.manager import MockManager
 
 
@@ -50,8 +59,8 @@ def train(
     gradient_checkpointing: bool = False,
     logging_steps: int = 10,
     grpo: Mapping[str, Any] | None = None,
-    alpha_sdpo: float = 0.1,
-    beta_replay: float = 0.05,
+    alpha_sdpo: float | None = None,
+    beta_replay: float | None = None,
     sdpo_wrapper: str = "none",
     taid: Mapping[str, Any] | None = None,
     channels: Mapping[str, Any] | None = None,
@@ -77,7 +86,8 @@ def train(
         outer_lr: of the outer SGD.
         outer_momentum: of the outer SGD.
         nesterov: whether that momentum is Nesterov's.
-        dtype: of the weights.
+        dtype: of the weights. Without ``lora`` they are "float32": AdamW's small updates are lost
+            in weights of 16 bits. A GPU that has bf16 computes in it anyway.
         lora: of peft's LoraConfig; trains, exchanges and exports the adapter alone.
         learning_rate: of the inner AdamW.
         batch_size: completions per micro-batch.
@@ -86,27 +96,28 @@ def train(
         gradient_accumulation_steps: micro-batches of an optimizer step.
         gradient_checkpointing: whether to save memory by computing activations twice.
         logging_steps: optimizer steps between two logs.
-        grpo: further settings of trl.GRPOConfig.
-        alpha_sdpo: weight of channel 2, which is on where rows bring hints.
-        beta_replay: weight of channel 3, which is on with ``dpo_pairs``.
+        grpo: further settings of trl.GRPOConfig, without those that have a name here.
+        alpha_sdpo: weight of channel 2; by default 0.1 where rows bring hints, and else 0.
+        beta_replay: weight of channel 3; by default 0.05 with ``dpo_pairs``, and else 0.
         sdpo_wrapper: "none", "taid" or "entropy_opd".
         taid: of TAIDScheduler (``t_start``, ``t_end``); for "taid". ``t`` is linear in the run's
             agreed step, so that all replicas have the same.
-        channels: further keywords of ComposerReplicationTrainer.
+        channels: further keywords of ComposerReplicationTrainer, without those above.
 
     Returns:
         JSON values: steps and tokens of this process, the learning rate it ended with, the last
         reward and the mean of all, and what each channel learnt from.
 
     Raises:
-        ConfigError: settings, model or data that cannot work; raised before any training.
+        ConfigError: settings, model or data that cannot work, or a channel that has a weight and
+            nothing to learn from; raised before any training.
         MissingDependencyError: a package is missing.
         RewardError: a reward function failed.
     """
     try:
         from trl.trainer.grpo_config import GRPOConfig
+        from trl.trainer.grpo_trainer import GRPOTrainer
 
-        from diloco_cloud.composer.losses import TAIDScheduler
         from diloco_cloud.composer.trainer import ComposerReplicationTrainer
         from diloco_cloud.trainers.composer_callback import ComposerCallback
         from diloco_cloud.trainers.composer_data import replica_prompts
@@ -115,6 +126,10 @@ def train(
             f"the composer needs trl ({error})", fix="pip install 'diloco-cloud[train]'"
         ) from None
     steps = _steps(sync_every, rounds, inner_steps)
+    check_grpo(grpo)
+    check_channels(channels, ComposerReplicationTrainer, GRPOTrainer)
+    check_dtype(dtype, has_lora=lora is not None)
+    schedule = taid_schedule(sdpo_wrapper, taid, steps)
     data = replica_prompts(
         rank=rank,
         world_size=world_size,
@@ -127,9 +142,26 @@ def train(
         rewards=rewards,
         pairs=dpo_pairs,
     )
-    schedule = None
-    if sdpo_wrapper == "taid":
-        schedule = TAIDScheduler(steps, disable_adaptive=True, **(taid or {}))
+    has_hints = _has_hints(data.rows, channels or {})
+    if alpha_sdpo is None and sdpo_wrapper != "none" and not has_hints:
+        raise ConfigError(
+            f"sdpo_wrapper is {sdpo_wrapper!r}, and channel 2 has no data",
+            fix="Give prompts with a hint or an error_kind, or leave sdpo_wrapper out.",
+        )
+    alpha_sdpo = weight(
+        "alpha_sdpo",
+        alpha_sdpo,
+        default=0.1,
+        has_data=has_hints,
+        needs="prompts with a hint or an error_kind, such as task_args.hints of arithmetic",
+    )
+    beta_replay = weight(
+        "beta_replay",
+        beta_replay,
+        default=0.05,
+        has_data=data.pairs is not None,
+        needs="dpo_pairs",
+    )
     callback = ComposerCallback(
         manager,
         taid=schedule,
@@ -178,6 +210,13 @@ def train(
         trainer.train()
         manager.save_result(_result_files(trainer.model, loaded))
         return _result(trainer, steps)
+
+
+def _has_hints(rows: Dataset, channels: Mapping[str, Any]) -> bool:
+    """Whether channel 2 can fire: by the rows, or by what makes rollouts."""
+    from_tools = "hint_generator" in channels and "tools" in channels
+    in_rows = not {"hint", "error_kind"}.isdisjoint(rows.column_names)
+    return in_rows or from_tools or "rollout_func" in channels
 
 
 def _result(trainer: Any, steps: int) -> dict[str, Any]:

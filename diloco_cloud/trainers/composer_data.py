@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from diloco_cloud.composer.rewards import RewardFunction, load_object, load_task
+from diloco_cloud.composer.rewards import RewardFunction, Task, load_object, load_task
 from diloco_cloud.errors import ConfigError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 logger = logging.getLogger(__name__)
+
+#: Ranks whose seeds are apart from those of all others, in each life.
+_RANKS: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -48,14 +53,19 @@ def replica_prompts(
     rewards: Sequence[str],
     pairs: str | None,
 ) -> ReplicaPrompts:
-    """Make or read this replica's prompts; no other rank of the run has the same.
+    """Make or read this replica's prompts.
+
+    Rows of a file, and of a task that has a set of them (``Task.size``), are shared out: no two
+    ranks have the same one, and a later life of a rank has the same share as its first, in another
+    order. A task that makes rows up gets a seed for each rank and life, further from any other than
+    there are rows: what it makes differs as far as its rows are many.
 
     Args:
         rank: of this replica.
         world_size: number of replicas.
-        attempt: this life of the rank. A later one draws anew rather than the same once more.
+        attempt: this life of the rank, from 0.
         seed: of the run.
-        count: rows that a task makes.
+        count: rows that a task makes for this replica, at most.
         task: see :func:`diloco_cloud.composer.rewards.load_task`; or None.
         task_args: settings of the task.
         prompts: a JSONL file of rows, instead of a task.
@@ -64,7 +74,7 @@ def replica_prompts(
 
     Raises:
         ConfigError: neither task nor prompts, or both; nothing judges the completions; a file is
-            not to be read; it has fewer rows than there are replicas.
+            not to be read; it, or the task, has fewer rows than there are replicas.
     """
     from datasets import Dataset
 
@@ -73,11 +83,15 @@ def replica_prompts(
             "task and prompts are both " + ("missing" if task is None else "given"),
             fix='Set task (such as "arithmetic") or prompts (a JSONL file).',
         )
-    mine = (seed * 1_000_003 + rank) * 1009 + attempt
+    if isinstance(rewards, str):
+        raise ConfigError(
+            f"rewards is one string, {rewards!r}", fix=f'Write rewards as a list: ["{rewards}"].'
+        )
+    mine = _hashed(seed, rank, attempt)
     functions: list[RewardFunction] = [load_object(path) for path in rewards]
     if task is not None:
         made = load_task(task, **task_args)
-        rows = made.rows(count, seed=mine)
+        rows = _task_rows(made, task, count, seed, rank, world_size, attempt)
         functions.insert(0, made.reward)
     else:
         assert prompts is not None
@@ -88,7 +102,27 @@ def replica_prompts(
             fix='Set rewards to import paths of reward functions, such as ["pkg.module:reward"].',
         )
     found = None if pairs is None else _share(read_rows(pairs), rank, world_size, pairs)
-    return ReplicaPrompts(Dataset.from_list(rows), functions, found, mine % 2**31)
+    return ReplicaPrompts(Dataset.from_list(rows), functions, found, mine)
+
+
+def _task_rows(
+    made: Task, name: str, count: int, seed: int, rank: int, world_size: int, attempt: int
+) -> list[dict[str, Any]]:
+    """This replica's rows of a task."""
+    if getattr(made, "size", None) is None:
+        # Next to each other, seeds would share rows: reasoning-gym makes row i from seed + i. 32
+        # bits, for some of its data sets are numpy's.
+        place = (attempt * _RANKS + rank) * count
+        return made.rows(count, seed=(_hashed(seed) + place) % 2**32)
+    rows = _share(made.rows(count * world_size, seed=_hashed(seed)), rank, world_size, name)
+    random.Random(_hashed(seed, rank, attempt)).shuffle(rows)
+    return rows
+
+
+def _hashed(*numbers: int) -> int:
+    """A seed of 31 bits, which has nothing in common with that of other numbers."""
+    digest = blake2b(repr(numbers).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:
@@ -119,11 +153,11 @@ def read_rows(path: str) -> list[dict[str, Any]]:
 
 
 def _share(
-    rows: list[dict[str, Any]], rank: int, world_size: int, path: str
+    rows: list[dict[str, Any]], rank: int, world_size: int, source: str
 ) -> list[dict[str, Any]]:
     if len(rows) < world_size:
         raise ConfigError(
-            f"{path} has {len(rows)} rows for {world_size} replicas",
+            f"{source} has {len(rows)} rows for {world_size} replicas",
             fix="Give more rows, or fewer replicas.",
         )
     return rows[rank::world_size]

@@ -44,7 +44,7 @@ def load_pretrained(name: str, *, dtype: str = "float32", cache: Path | None = N
         name: of the Hugging Face hub, a folder, a ``.gguf`` file, ``package:NAME/FILE.gguf`` for a
             file that an installed Python package carries, or "tiny" for a small model with random
             weights.
-        dtype: of the weights.
+        dtype: of the weights; those that are trained want "float32".
         cache: where a GGUF file or the tiny model is unpacked to, once; others need none.
 
     Raises:
@@ -55,7 +55,7 @@ def load_pretrained(name: str, *, dtype: str = "float32", cache: Path | None = N
 
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        raise ConfigError(f"dtype is {dtype!r}", fix='Use "float32" or "bfloat16".')
+        raise ConfigError(f"dtype is {dtype!r}", fix='Use "float32"; "bfloat16" with lora.')
     path = str(_packaged(name)) if name.startswith(_PACKAGE) else name
     try:
         if name == TINY:

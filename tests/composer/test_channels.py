@@ -152,7 +152,6 @@ def test_sdpo_options_refuse_what_cannot_be(arguments: dict[str, object], messag
         ({"variant": "ipo"}, "dpo_variant is 'ipo'"),
         ({"dpo_beta": 0.0}, "replay_dpo_beta is 0.0"),
         ({"simpo_beta": -2.0}, "simpo_beta is -2.0"),
-        ({"label_smoothing": 0.5}, "label_smoothing is 0.5"),
     ],
 )
 def test_replay_options_refuse_what_cannot_be(arguments: dict[str, object], message: str) -> None:

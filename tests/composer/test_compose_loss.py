@@ -183,6 +183,21 @@ def test_both_weights_zero_is_channel_one_to_the_bit(
     }
 
 
+def test_a_batch_that_teaches_nothing_has_a_gradient_of_zero(
+    model: TinyModel, inputs: dict[str, Tensor]
+) -> None:
+    out = compose_loss(
+        model,
+        {
+            "input_ids": inputs["input_ids"],
+            "response_mask": torch.zeros_like(inputs["response_mask"]),
+        },
+    )
+    out.total.backward()  # type: ignore[no-untyped-call]
+    assert out.total.item() == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
 def test_defaults_on_a_plain_batch_are_channel_one_in_silence(
     model: TinyModel, inputs: dict[str, Tensor], warnings: pytest.LogCaptureFixture
 ) -> None:

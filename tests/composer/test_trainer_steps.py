@@ -48,7 +48,8 @@ def test_trainer_with_iterations_reference_and_evaluation(tmp_path: Path) -> Non
     tiny.model().save_pretrained(tmp_path / "model")
     args = {
         "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
+        # All in one batch: the loss is a mean over batches, the channels' figures over tokens.
+        "per_device_eval_batch_size": 16,
         "gradient_accumulation_steps": 2,
         "steps_per_generation": 4,
         "num_iterations": 2,

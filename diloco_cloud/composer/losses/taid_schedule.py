@@ -24,10 +24,10 @@ class TAIDScheduler:
     is not finite is passed over, where theirs never recovers from a NaN.
 
     **Between replicas** t must be one number, for the averaged model was trained towards one
-    target. Each replica moves its own t by its own losses between rounds; when a round commits,
-    every replica calls :meth:`agree` with the same number, made by a pure function of what that
-    round holds: the mean or the greatest of the contributors' t, or :meth:`linear` at the
-    round's step. Which one is the caller's choice; this class knows no rounds.
+    target. The composer replica takes :meth:`linear` at the run's agreed step, a pure function,
+    so nothing has to be agreed on. A loop of your own that lets each replica move its t by its own
+    losses calls :meth:`agree` on every replica when a round commits, with the same number: the
+    mean or the greatest of the contributors' t. This class knows no rounds.
 
     ``state_dict`` and ``load_state_dict`` carry everything that moves, as plain numbers, and
     the schedule's constants, so that a resumed run refuses another schedule's state.
