@@ -179,7 +179,12 @@ def _contribution(log: Log, commit: Commit, rank: int, attempt: int, name: str) 
     data = log.read(keys.put(commit.round, commit.fragment, rank, attempt))
     header = decode(data, "contribution")
     require(digest(data[: header.size]) == name, f"round {commit.round}: not what was committed")
-    return torch.frombuffer(bytearray(data[header.size :]), dtype=torch.float32)
+    payload = bytearray(data[header.size :])
+    for chunk in range(header.chunks) if header.spread else ():
+        payload += log.read(
+            keys.part(commit.round, commit.fragment, chunk, header.spread, rank, attempt)
+        )
+    return torch.frombuffer(payload, dtype=torch.float32)
 
 
 def _digest(flat: torch.Tensor) -> str:

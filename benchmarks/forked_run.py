@@ -70,7 +70,7 @@ class Job:
     chunk_bytes: int = 512
     width: int = 16
     poll_interval_s: float = 0.02
-    keep: tuple[str, ...] = ("/commit", "/put/", "state/00000000/")
+    keep: tuple[str, ...] = ("/commit", "/put/", "/part/", "state/00000000/")
     outer: Mapping[str, float] = field(
         default_factory=lambda: {"outer_lr": 0.7, "outer_momentum": 0.9}
     )

@@ -218,6 +218,7 @@ class ChecksLaunch(Protocol):
 
         Raises:
             UsageError: ``launch_replicas`` with the same arguments would raise it.
+            LaunchError: the provider cannot be asked at all.
         """
 
 

@@ -13,6 +13,7 @@ from diloco_cloud.chaos.rehearsal import Fleet, Rehearsal
 from diloco_cloud.chaos.report import Report
 from diloco_cloud.chaos.storm import poisson_storm
 from diloco_cloud.chaos.warm import WarmProcessExecutor
+from diloco_cloud.errors import ConfigError
 from diloco_cloud.run.preflight import check_environment
 
 #: ft-diloco's: of 32 replicas in an hour.
@@ -88,6 +89,7 @@ def rehearse(
 
     Raises:
         MissingDependencyError: torch or torchft is not installed.
+        ConfigError: the storm is so short that there is no fault in it.
         ExchangeError: the replicas do not come together.
     """
     fleet = settings.fleet()
@@ -100,6 +102,11 @@ def rehearse(
         per_hour=FAULTS_PER_REPLICA_HOUR * fleet.replicas if rate is None else rate,
         scale=settings.scale,
     )
+    if not faults:
+        raise ConfigError(
+            f"no fault falls into {settings.seconds:.0f} s with {fleet.replicas} replicas",
+            fix="Use more --minutes, more --replicas, or another --seed.",
+        )
     verdicts = []
     start_s = _START_S / settings.scale
     with WarmProcessExecutor(Path(directory, "processes"), start_s=start_s) as executor:

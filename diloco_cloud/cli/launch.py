@@ -65,7 +65,9 @@ Exit codes: 0 succeeded, 100 failed, 101 not finished, 103 cancelled, 130 detach
 @click.option("--weighting", metavar="HOW", help="By tokens, equal or quality.")
 @click.option("--seed", metavar="SEED", type=int, help="Of everything random.")
 @click.option("--init-from", metavar="URI", help="Weights to begin with: a file, or a run.")
-@click.option("--codec", metavar="NAME", help="Of contributions: fp32, bf16, int8, e3m0, sparse.")
+@click.option(
+    "--codec", metavar="NAME", help="Of contributions: fp32, bf16, int8, e3m0, e2m1, sparse."
+)
 @click.option("--reduction", metavar="HOW", help="auto, all-gather or sharded.")
 @click.option("--snapshot-every", metavar="N", type=int, help="Rounds between two snapshots.")
 @click.option("--quorum", metavar="K", type=int, help="Replicas without which no round is decided.")

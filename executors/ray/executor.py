@@ -30,7 +30,7 @@ from diloco_cloud.executors.ray.submission import (
     parse_gpu,
     secrets_file,
 )
-from diloco_cloud.executors.ray.submitting import left_secrets, submit, withdraw
+from diloco_cloud.executors.ray.submitting import left_secrets, not_asked, submit, withdraw
 from diloco_cloud.launch_request import LaunchRequest, check_launch
 from diloco_cloud.secrets import Secret
 
@@ -166,8 +166,10 @@ class RayJobsExecutor:
         wanted = parse_gpu(gpu)
         try:
             nodes, may_grow = self._api.nodes()
-        except (UnreachableError, RefusedError, KeyError, TypeError, ValueError):
-            return  # a cluster that is not there, or does not tell: the launch will say so
+        except UnreachableError as error:
+            raise not_asked(error) from None
+        except (RefusedError, KeyError, TypeError, ValueError):
+            return  # a cluster that does not tell: the launch will say so
         needs = {"CPU": self._settings.cpus, "GPU": wanted.count, **self._settings.resources}
         if wanted.resource is not None:
             needs[wanted.resource] = 0.001

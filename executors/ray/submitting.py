@@ -70,8 +70,13 @@ def submit(
             failure = error
             logger.info("%s; trying again", _TOO_SOON)
     withdraw(submission.secrets_file)
-    raise LaunchError(
-        f"Ray did not take a job: {failure}",
+    raise not_asked(failure)
+
+
+def not_asked(error: Exception | None) -> LaunchError:
+    """The error for a cluster that does not answer."""
+    return LaunchError(
+        f"Ray did not take a job: {error}",
         fix="Check --backend-arg address=, and that the cluster runs.",
     )
 

@@ -88,14 +88,17 @@ def rehearse(run: Run, submission: Submission) -> None:
 
     Raises:
         UsageError: it would be refused; or there is no Slurm here.
+        LaunchError: Slurm does not answer.
     """
     argv = ["sbatch", "--test-only", *submission.argv[1:]]
     try:
         done = run(argv, submission.script)
     except NoCommandError as error:
         raise no_slurm(error) from None
-    except CommandError:
-        return  # not reached: the submission will say so
+    except CommandError as error:
+        raise LaunchError(
+            f"Slurm cannot be asked: {error}", fix="Check --backend-arg host=, and that it is up."
+        ) from None
     refused = refusal(run, done) if done.code != 0 else None
     if isinstance(refused, ConfigError):
         raise refused

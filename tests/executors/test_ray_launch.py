@@ -199,10 +199,10 @@ def test_launcher_that_was_killed_leaves_nothing_that_cannot_be_found(
 def test_cluster_that_is_not_there_says_what_to_check() -> None:
     address = f"http://127.0.0.1:{free_ports(1)[0]}"
     executor = RayJobsExecutor(address=address, sleep=lambda seconds: None)
-    executor.check_launch(1, f"{PROGRAMS}:sleep", {})
-    with pytest.raises(LaunchError, match=address) as caught:
-        executor.launch_replicas(1, f"{PROGRAMS}:sleep", {})
-    assert "address=" in (caught.value.fix or "")
+    for launch in (executor.check_launch, executor.launch_replicas):
+        with pytest.raises(LaunchError, match=address) as caught:
+            launch(1, f"{PROGRAMS}:sleep", {})
+        assert "address=" in (caught.value.fix or "")
 
 
 def test_token_is_sent_and_not_kept(
