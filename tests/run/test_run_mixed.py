@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from manual_clock import Clock
+from mixed_fixtures import elsewhere, open_run, store_uri
 from replica_writer import ReplicaWriter
 from scripted_executor import ElsewhereExecutor, ScriptedExecutor
 
@@ -21,22 +22,12 @@ from diloco_cloud.run.record import create_run
 from diloco_cloud.run.start import start_replicas
 from diloco_cloud.store import open_store
 
+__all__ = ["elsewhere", "store_uri"]
+
 FLEET = (
     Side("scripted", 2, "A100", {"WHERE": "here"}, ("KEY=OUR_KEY",)),
     Side("elsewhere", 2, "a10g", secrets=("KEY=THEIR_KEY",)),
 )
-
-
-@pytest.fixture
-def store_uri(tmp_path: Path) -> str:
-    """A directory that all backends mount, as its URI says."""
-    return (tmp_path / "store").as_uri()
-
-
-@pytest.fixture
-def elsewhere(scripted: ScriptedExecutor) -> ElsewhereExecutor:
-    """The other backend."""
-    return ElsewhereExecutor()
 
 
 @pytest.fixture
@@ -51,11 +42,7 @@ def spec(trainer: str, elsewhere: ElsewhereExecutor, monkeypatch: pytest.MonkeyP
 def run(spec: RunSpec, elsewhere: ElsewhereExecutor, store_uri: str, clock: Clock) -> Run:
     """The run, launched by one process and opened by another."""
     launch(spec, store_uri, clock=clock.time)
-    return _open(store_uri, clock)
-
-
-def _open(store_uri: str, clock: Clock) -> Run:
-    return Run.open(store_uri, "run-1", clock=clock.time, sleep=clock.sleep)
+    return open_run(store_uri, clock)
 
 
 def _request(executor: ScriptedExecutor, rank: int, attempt: int = 0) -> dict[str, Any]:
@@ -125,7 +112,7 @@ def test_launch_that_the_second_side_refuses_cancels_the_first(
         launch(spec, store_uri, clock=clock.time)
     assert "backend 'elsewhere' failed to start the replicas: out of capacity" in str(caught.value)
     assert "What had been started on scripted and elsewhere was cancelled." in str(caught.value)
-    status = _open(store_uri, clock).status()
+    status = open_run(store_uri, clock).status()
     assert [view.state for view in status.replicas] == ["cancelled"] * 3 + ["failed"]
     assert "out of capacity" in (status.replicas[3].error or "")
 
@@ -141,7 +128,7 @@ def test_launch_that_the_first_side_refuses_starts_nothing_on_the_second(
     with pytest.raises(LaunchError, match="backend 'scripted' failed"):
         launch(spec, store_uri, clock=clock.time)
     assert elsewhere.launched == []
-    status = _open(store_uri, clock).status()
+    status = open_run(store_uri, clock).status()
     assert {view.state for view in status.replicas} == {"failed"}
     assert {view.backend for view in status.replicas[2:]} == {"elsewhere"}
 
@@ -156,7 +143,7 @@ def test_launch_interrupted_on_the_second_side_cancels_the_first(
     given = {"scripted": ScriptedExecutor(), "elsewhere": Interrupted()}
     with pytest.raises(KeyboardInterrupt):
         launch(spec, store_uri, executor=given, clock=clock.time)
-    states = [view.state for view in _open(store_uri, clock).status().replicas]
+    states = [view.state for view in open_run(store_uri, clock).status().replicas]
     assert states[:2] == ["cancelled", "cancelled"]
 
 
@@ -217,7 +204,7 @@ def _left_by_a_dead_launcher(spec: RunSpec, store_uri: str, clock: Clock) -> Run
     start_replicas(prefix, record, ScriptedExecutor(), starts["scripted"], clock=clock.time)
     options = LaunchOptions(name=record.name, ranks=[2], world_size=4)
     ElsewhereExecutor().launch_replicas(1, "x", {}, options=options)
-    return _open(store_uri, clock)
+    return open_run(store_uri, clock)
 
 
 def test_cancel_finds_what_a_dead_launcher_started_on_every_side(
