@@ -39,7 +39,7 @@ def test_many_replicas_volunteers_spare_the_replicas_reading_contributions(
 ) -> None:
     one = found["volunteers"]
     received = max(usage.bytes_received for usage in one.usage)
-    headers = 32 * 4096
+    headers = 32 * 8192
     assert received < 2 * one.nbytes + headers
     assert sum(usage.bytes_received for usage in one.volunteers) > 32 * one.nbytes
 

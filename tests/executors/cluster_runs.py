@@ -23,6 +23,8 @@ from diloco_cloud.run import Run
 from diloco_cloud.store import open_store
 
 RUN_ID = "run-1"
+#: Of a run in which something is to happen on the way: on an idle machine twenty take a second.
+ROUNDS = 48
 CANARY_NAME = "CANARY_TOKEN"
 CANARY = "canary-51e7a0f4-in-the-mine"
 #: Generous: three processes import torch on a machine that does other things too.

@@ -10,6 +10,7 @@ from cluster_runs import (
     CANARY,
     CANARY_NAME,
     DEADLINE_S,
+    ROUNDS,
     RUN_ID,
     TINY,
     Terminal,
@@ -37,7 +38,7 @@ def test_run_is_carried_from_launch_to_result(
 ) -> None:
     monkeypatch.setenv(CANARY_NAME, CANARY)
     settings = {"image": IMAGE, "namespace": "our-team"}
-    words = launch_words("hf-jobs", settings, s3_env, s3_uri, rounds=12)
+    words = launch_words("hf-jobs", settings, s3_env, s3_uri, rounds=ROUNDS)
     words += ["--quorum", "3", "--gpu", "a10g-large"]  # no round without all three
     here, elsewhere = Terminal(tmp_path), Terminal(Path("/"))
 

@@ -13,6 +13,7 @@ from cluster_runs import (
     CANARY,
     CANARY_NAME,
     DEADLINE_S,
+    ROUNDS,
     RUN_ID,
     Terminal,
     check_result,
@@ -48,7 +49,7 @@ def test_run_is_carried_from_launch_to_result(
 ) -> None:
     monkeypatch.setenv(CANARY_NAME, CANARY)
     settings = {"cpu": 0.5, "region": ["us-east"]}
-    words = launch_words("modal", settings, s3_env, s3_uri, rounds=12)
+    words = launch_words("modal", settings, s3_env, s3_uri, rounds=ROUNDS)
     words += ["--gpu", "H100,A100-80GB", "--quorum", "3"]
     here, elsewhere = Terminal(tmp_path), Terminal(Path("/"))
 

@@ -13,6 +13,7 @@ from cluster_runs import (
     CANARY,
     CANARY_NAME,
     DEADLINE_S,
+    ROUNDS,
     RUN_ID,
     Terminal,
     check_result,
@@ -57,7 +58,7 @@ def test_run_is_carried_from_launch_to_result(
         "secrets_dir": str(shared),
         "grace": 5,
     }
-    words = launch_words("ray", settings, s3_env, s3_uri, rounds=16)
+    words = launch_words("ray", settings, s3_env, s3_uri, rounds=ROUNDS)
     words += ["--quorum", "3"]  # no round without all three
     here, elsewhere = Terminal(tmp_path), Terminal(Path("/"))
 

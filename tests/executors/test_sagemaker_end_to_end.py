@@ -12,6 +12,7 @@ from cluster_runs import (
     CANARY,
     CANARY_NAME,
     DEADLINE_S,
+    ROUNDS,
     RUN_ID,
     Terminal,
     check_result,
@@ -49,7 +50,7 @@ def test_run_is_carried_from_launch_to_result(
 ) -> None:
     monkeypatch.setenv(CANARY_NAME, CANARY)
     settings = {"role": aws.role, "image": IMAGE, "output_uri": OUTPUT, "spot": True}
-    words = launch_words("sagemaker", settings, s3_env, s3_uri, rounds=16)
+    words = launch_words("sagemaker", settings, s3_env, s3_uri, rounds=ROUNDS)
     words = [word for word in words if not word.startswith("--secret=AWS_")]
     words += ["--quorum", "3", "--gpu", "A10G"]  # no round without all three
     here, elsewhere = Terminal(tmp_path), Terminal(Path("/"))

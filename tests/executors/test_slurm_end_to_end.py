@@ -10,6 +10,7 @@ from cluster_runs import (
     CANARY,
     CANARY_NAME,
     DEADLINE_S,
+    ROUNDS,
     RUN_ID,
     Terminal,
     check_result,
@@ -37,7 +38,7 @@ def test_run_is_carried_from_launch_to_result(
     monkeypatch.setenv(CANARY_NAME, CANARY)
     shared = tmp_path / "shared"
     settings = {"directory": str(shared), "partition": "long"}
-    words = launch_words("slurm", settings, s3_env, s3_uri, rounds=16)
+    words = launch_words("slurm", settings, s3_env, s3_uri, rounds=ROUNDS)
     words += ["--quorum", "3"]  # no round without all three
     here, elsewhere = Terminal(tmp_path), Terminal(Path("/"))
 
