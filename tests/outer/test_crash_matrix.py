@@ -123,9 +123,12 @@ def lives(commits: list[Commit]) -> set[Life]:
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
 def test_nothing_is_lost_with_a_replica_that_dies(step: Step, after: bool) -> None:
-    death = FirstDeath(method=step.method, key=step.key, after=after)
     victims = range(REPLICAS) if step.victim is None else [step.victim]
-    fleet = run(step, {(rank, 0): death for rank in victims})
+    for _ in range(3):  # where others are quicker, a replica's chunks are reduced by them
+        death = FirstDeath(method=step.method, key=step.key, after=after)
+        fleet = run(step, {(rank, 0): death for rank in victims})
+        if death.is_over:
+            break
     assert death.is_over
     dead = [rank for rank in range(REPLICAS) if (rank, 1) in fleet.requests]
     assert len(dead) == 1
