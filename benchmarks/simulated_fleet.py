@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 import torch
 
 from diloco_cloud import keys
-from diloco_cloud.exchange.agreement import Clock
 from diloco_cloud.exchange.codecs import get_codec
 from diloco_cloud.exchange.contribution import decode
 from diloco_cloud.exchange.following import sums_of
@@ -30,6 +29,7 @@ from diloco_cloud.exchange.prediction import Cost, Job, Kind, Plan, predict
 from diloco_cloud.exchange.rounds import RoundExchange
 from diloco_cloud.exchange.upload import PARALLEL_WRITES
 from diloco_cloud.exchange.volunteer import Volunteer
+from diloco_cloud.exchange.watch import Clock
 from diloco_cloud.exchange.work import Work
 from diloco_cloud.store.memory import MemoryStore
 from diloco_cloud.store.metered import MeteredStore, Usage

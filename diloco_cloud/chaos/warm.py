@@ -7,7 +7,6 @@ import os
 import sys
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Any, Final
 
 from diloco_cloud.chaos.pool import ONE_THREAD, WarmPool
 from diloco_cloud.chaos.records import BACKEND_NAME, WarmReplica
+from diloco_cloud.collecting import collect_replicas, one_by_one
 from diloco_cloud.entrypoints import Function
 from diloco_cloud.errors import ConfigError, LaunchError
 from diloco_cloud.executor import (
@@ -212,17 +212,7 @@ class WarmProcessExecutor:
         self, handles: Sequence[ReplicaHandle], *, timeout: float | None = None
     ) -> list[ReplicaResult]:
         """Wait for the replicas; see :meth:`ServerlessExecutor.collect`."""
-        deadline = float("inf") if timeout is None else time.monotonic() + timeout
-        while True:
-            statuses = [self.poll(handle) for handle in handles]
-            left = deadline - time.monotonic()
-            if "running" not in statuses or left <= 0:
-                break
-            time.sleep(min(0.05, left))
-        return [
-            _result(handle, status, timeout)
-            for handle, status in zip(handles, statuses, strict=True)
-        ]
+        return collect_replicas(handles, one_by_one(self.poll), timeout=timeout, result=_returned)
 
 
 def _program(request: LaunchRequest) -> dict[str, Any]:
@@ -234,15 +224,7 @@ def _program(request: LaunchRequest) -> dict[str, Any]:
     return {"module": target.module, "function": target.name, "arguments": request.arguments}
 
 
-def _result(handle: ReplicaHandle, status: ReplicaStatus, timeout: float | None) -> ReplicaResult:
-    """What ``collect`` tells of one replica."""
+def _returned(handle: ReplicaHandle) -> Any:
+    """What the entrypoint of a replica that has succeeded returned."""
     replica = WarmReplica.of(handle)
-    error: str | None = status.message or str(status)
-    result = None
-    if status == "succeeded" and replica is not None:
-        error, result = None, replica.outcome().get("result")
-    elif status == "running":
-        error = f"still running after {timeout:g} seconds; it goes on"
-    return ReplicaResult(
-        rank=handle.rank, status=status, exit_code=status.exit_code, error=error, result=result
-    )
+    return None if replica is None else replica.outcome().get("result")

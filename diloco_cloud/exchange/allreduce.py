@@ -15,7 +15,6 @@ import torch
 
 from diloco_cloud import keys
 from diloco_cloud.errors import ConfigError, DilocoError, ExchangeError
-from diloco_cloud.exchange.agreement import Clock
 from diloco_cloud.exchange.codecs import require_codec
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.host import write_back
@@ -23,6 +22,7 @@ from diloco_cloud.exchange.links import LinkMeter
 from diloco_cloud.exchange.membership import Membership
 from diloco_cloud.exchange.rounds import RoundExchange
 from diloco_cloud.exchange.signing import Signer
+from diloco_cloud.exchange.watch import Clock
 from diloco_cloud.store import open_store, run_name
 from diloco_cloud.store.base import ObjectStore
 from diloco_cloud.store.metered import MeteredStore, Usage

@@ -20,11 +20,11 @@ from diloco_cloud.errors import (
     ExchangeError,
     RoundTimeoutError,
 )
-from diloco_cloud.exchange.agreement import Watch
 from diloco_cloud.exchange.buffers import ChunkedBytes
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.payloads import Payloads
 from diloco_cloud.exchange.sums import Sums
+from diloco_cloud.exchange.watch import Watch
 
 logger = logging.getLogger(__name__)
 

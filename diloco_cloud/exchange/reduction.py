@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from diloco_cloud.errors import CorruptContributionError
-from diloco_cloud.exchange.agreement import Watch
 from diloco_cloud.exchange.buffers import ChunkedBytes
 from diloco_cloud.exchange.commit import Commit, Contributor
 from diloco_cloud.exchange.contribution import Header
@@ -31,6 +30,7 @@ from diloco_cloud.exchange.means import ChunkMeans
 from diloco_cloud.exchange.merging import rescale
 from diloco_cloud.exchange.payloads import Payloads, ahead, blocks_of
 from diloco_cloud.exchange.sums import NoMeanError, Sums
+from diloco_cloud.exchange.watch import Watch
 from diloco_cloud.exchange.work import RoundResult
 from diloco_cloud.store.base import ObjectStore
 

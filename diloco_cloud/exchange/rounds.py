@@ -14,7 +14,7 @@ import torch
 
 from diloco_cloud.errors import MissedRoundError, NotFoundError
 from diloco_cloud.exchange import verdicts
-from diloco_cloud.exchange.agreement import Agreement, Clock, Watch, raise_if_superseded
+from diloco_cloud.exchange.agreement import Agreement, raise_if_superseded
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.contributing import Contributing, Packed
 from diloco_cloud.exchange.contribution import RAW
@@ -29,6 +29,7 @@ from diloco_cloud.exchange.reduction import Destination, Reducer, memory_for, re
 from diloco_cloud.exchange.signing import UNSIGNED, Signer
 from diloco_cloud.exchange.speculation import Headers, Speculation
 from diloco_cloud.exchange.upload import PARALLEL_WRITES
+from diloco_cloud.exchange.watch import Clock, Watch
 from diloco_cloud.exchange.words import Words
 from diloco_cloud.exchange.work import Contributed, RoundResult, Work
 from diloco_cloud.store.base import ObjectStore

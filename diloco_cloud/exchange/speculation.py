@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 from diloco_cloud import keys
 from diloco_cloud.errors import AlreadyExistsError, CorruptContributionError
-from diloco_cloud.exchange.agreement import Watch
 from diloco_cloud.exchange.background import in_background
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.contribution import Header, digest
@@ -25,6 +24,7 @@ from diloco_cloud.exchange.gathering import Gathering
 from diloco_cloud.exchange.layout import TensorLayout
 from diloco_cloud.exchange.payloads import Payloads, read_header
 from diloco_cloud.exchange.volunteer import encode_outline
+from diloco_cloud.exchange.watch import Watch
 from diloco_cloud.store.base import ObjectInfo
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from diloco_cloud.errors import (
     NotFoundError,
 )
 from diloco_cloud.exchange import wire
-from diloco_cloud.exchange.agreement import Clock, Watch, read_commit
+from diloco_cloud.exchange.agreement import read_commit
 from diloco_cloud.exchange.buffers import ChunkedBytes
 from diloco_cloud.exchange.commit import Commit, Contributor
 from diloco_cloud.exchange.contribution import Header, header_size
@@ -31,6 +31,7 @@ from diloco_cloud.exchange.means import ChunkMeans
 from diloco_cloud.exchange.payloads import PARALLEL_READS, Payloads, read_header
 from diloco_cloud.exchange.signing import UNSIGNED, Signer
 from diloco_cloud.exchange.sums import NoMeanError, Sums
+from diloco_cloud.exchange.watch import Clock, Watch
 from diloco_cloud.store.base import ObjectStore
 
 logger = logging.getLogger(__name__)

@@ -11,13 +11,14 @@ import torch
 
 from diloco_cloud import keys
 from diloco_cloud.errors import DilocoError, ExchangeError, NotFoundError
-from diloco_cloud.exchange.agreement import Watch, read_commit
+from diloco_cloud.exchange.agreement import read_commit
 from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
 from diloco_cloud.exchange.background import in_background
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.history import History
 from diloco_cloud.exchange.layout import TensorLayout
 from diloco_cloud.exchange.signing import Signer
+from diloco_cloud.exchange.watch import Watch
 from diloco_cloud.outer.accounts import Accounts
 from diloco_cloud.outer.fragments import Fragments
 from diloco_cloud.outer.hand_over import HandedOver

@@ -20,12 +20,12 @@ from diloco_cloud.errors import (
     LayoutMismatchError,
     RoundTimeoutError,
 )
-from diloco_cloud.exchange.agreement import Clock
 from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.contribution import checksums, decode, header_size
 from diloco_cloud.exchange.layout import byte_view
 from diloco_cloud.exchange.membership import Life
+from diloco_cloud.exchange.watch import Clock
 from diloco_cloud.store import open_store
 from diloco_cloud.store.base import Data, buffers
 from diloco_cloud.store.memory import MemoryStore

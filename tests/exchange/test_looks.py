@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from diloco_cloud.errors import RoundTimeoutError
-from diloco_cloud.exchange.agreement import Clock, Watch
 from diloco_cloud.exchange.history import History, Standing
 from diloco_cloud.exchange.membership import Lateness, Life, Membership
 from diloco_cloud.exchange.rounds import RoundExchange
+from diloco_cloud.exchange.watch import Clock, Watch
 from diloco_cloud.exchange.work import Work
 from diloco_cloud.store.memory import MemoryStore
 from diloco_cloud.store.metered import MeteredStore

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from diloco_cloud.exchange.agreement import Clock, Watch
 from diloco_cloud.exchange.pacing import Pace
+from diloco_cloud.exchange.watch import Clock, Watch
 from diloco_cloud.store.memory import MemoryStore
 from diloco_cloud.store.metered import MeteredStore
 from diloco_cloud.store.prices import cost

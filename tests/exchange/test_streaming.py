@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from diloco_cloud import keys
 from diloco_cloud.errors import ExchangeError
-from diloco_cloud.exchange.agreement import Clock
 from diloco_cloud.exchange.codecs import get_codec
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.contributing import Contributing
@@ -30,6 +29,7 @@ from diloco_cloud.exchange.payloads import Payloads
 from diloco_cloud.exchange.rounds import RoundExchange
 from diloco_cloud.exchange.upload import dealt, open_contribution, send_chunks
 from diloco_cloud.exchange.volunteer import Volunteer
+from diloco_cloud.exchange.watch import Clock
 from diloco_cloud.exchange.work import RoundResult, Work
 from diloco_cloud.store.memory import MemoryStore
 

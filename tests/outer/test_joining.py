@@ -15,8 +15,8 @@ from safetensors.torch import load
 from torch import nn
 
 from diloco_cloud.errors import DriftError, ExchangeError, LayoutMismatchError, RoundTimeoutError
-from diloco_cloud.exchange.agreement import Clock
 from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
+from diloco_cloud.exchange.watch import Clock
 from diloco_cloud.outer import MockManager, OuterLoop, make_diloco_outer_loop
 from diloco_cloud.outer.result import global_digest
 from diloco_cloud.store import open_store
