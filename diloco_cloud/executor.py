@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 State: TypeAlias = Literal["pending", "running", "succeeded", "failed", "cancelled", "unknown"]
 #: Why a replica is in its state; None while it is well.
@@ -243,6 +243,27 @@ class PreviewsLaunch(Protocol):
         Raises:
             UsageError: the request cannot be satisfied, as far as this machine can tell.
         """
+
+
+class InstalledExtras(NamedTuple):
+    """Extras of this package that replicas will have.
+
+    Attributes:
+        names: of the extras.
+        setting: the backend's own that decides it, as ``--backend-arg`` takes it, with
+            "{extras}" where their names go.
+    """
+
+    names: frozenset[str]
+    setting: str
+
+
+@runtime_checkable
+class InstallsPackage(Protocol):
+    """Installs this package where its replicas run, so that it knows what they will lack."""
+
+    def installed_extras(self) -> InstalledExtras | None:
+        """The extras it installs; None where the user's own image or command decides that."""
 
 
 @runtime_checkable

@@ -47,6 +47,11 @@ def stopped(rank: int, attempt: int) -> str:
     return f"{REPLICAS}{rank:04d}/{attempt:04d}.stopped.json"
 
 
+def hung(rank: int, attempt: int) -> str:
+    """That a supervisor ends this life because it stands still, and since when; created once."""
+    return f"{REPLICAS}{rank:04d}/{attempt:04d}.hung.json"
+
+
 def size(number: int) -> str:
     """How many replicas the run has from now on; created once, the highest number counts."""
     return f"{REPLICAS}size.{number:04d}.json"
@@ -150,6 +155,11 @@ def away(round_: int, fragment: int, rank: int, attempt: int) -> str:
 def commit(round_: int, fragment: int) -> str:
     """The decision."""
     return f"{directory(round_, fragment)}commit"
+
+
+def is_commit(key: str) -> bool:
+    """Whether a key is a decision's."""
+    return key.startswith(ROUNDS) and key.endswith("/commit")
 
 
 def stream(round_: int, fragment: int) -> str:

@@ -11,8 +11,6 @@ read a hint, plus a preference between two answers. Every channel is checked for
 from __future__ import annotations
 
 import argparse
-import tempfile
-from pathlib import Path
 
 import torch
 
@@ -24,8 +22,7 @@ parser.add_argument("--model", default="tiny")  # or any of the Hugging Face hub
 parser.add_argument("--steps", type=int, default=5)
 options = parser.parse_args()
 
-with tempfile.TemporaryDirectory() as cache:
-    loaded = load_pretrained(options.model, cache=Path(cache))
+loaded = load_pretrained(options.model)
 model, tokenizer = loaded.model, loaded.tokenizer
 # Student and teacher see the same answer; aligned, they see it at the same positions.
 batch = build_batch(tokenizer, align_sdpo_shapes=True)

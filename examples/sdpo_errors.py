@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,8 +80,8 @@ pairs = [
 # ---------------------------------------------------------------------------------------------
 # All three channels
 
-with tempfile.TemporaryDirectory() as folder:
-    loaded = load_pretrained(options.model, cache=Path(folder))
+loaded = load_pretrained(options.model)
+with tempfile.TemporaryDirectory() as output:
     trainer = ComposerReplicationTrainer(
         model=loaded.model,
         processing_class=loaded.tokenizer,
@@ -92,7 +91,7 @@ with tempfile.TemporaryDirectory() as folder:
         alpha_sdpo=0.1,
         beta_replay=0.05,
         args=GRPOConfig(
-            output_dir=f"{folder}/output",
+            output_dir=output,
             max_steps=options.steps,
             learning_rate=1e-3 if options.model == "tiny" else 1e-5,
             per_device_train_batch_size=4,

@@ -13,6 +13,7 @@ from diloco_cloud.errors import UsageError
 from diloco_cloud.run import config
 from diloco_cloud.run.elsewhere import STOP_COMMANDS
 from diloco_cloud.secrets import parse_secret
+from diloco_cloud.store.opening import check_uri
 
 #: Options of ``launch`` that say how replicas are launched and followed from here.
 _NOT_OURS: Final = frozenset(
@@ -73,6 +74,7 @@ def command(
         "cpus": cpus,
         "memory": memory,
     }
+    check_uri(settings.store_uri)
     request = export_request(spec, settings.store_uri)
     document = _exporter(target)(request, **common, **own)
     if not dry_run:

@@ -75,6 +75,12 @@ Exit codes: 0 succeeded, 100 failed, 101 not finished, 103 cancelled, 130 detach
 @click.option("--heartbeat", metavar="TIME", type=options.Duration(), help="Between signs of life.")
 @click.option("--max-restarts", metavar="N", type=int, help="In a row, of a replica that dies.")
 @click.option(
+    "--hang-timeout",
+    metavar="TIME",
+    type=options.SwitchableDuration(),
+    help="Without a step, until it is restarted; or off.",
+)
+@click.option(
     "--checkpoint-inner/--no-checkpoint-inner", default=None, help="Store inner optimizers too."
 )
 @click.option("--outlier-norm", metavar="X", type=options.Switchable(), help="Or off.")

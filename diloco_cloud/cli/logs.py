@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 
 import click
 
-from diloco_cloud.cli import exit_codes, options
+from diloco_cloud.cli import exit_codes, options, output
 from diloco_cloud.run import Run
 from diloco_cloud.run.logs import LogLine
 
@@ -38,8 +39,9 @@ def command(
     run = Run.open(options.find_store(store), run_id)
     lines = run.logs(follow=follow, tail=tail, since=since, ranks=ranks or None)
     many = run.spec.replicas > 1 and len(set(ranks)) != 1
-    for line in lines:
-        click.echo(_format(line, many=many, timestamps=timestamps))
+    with output.going_on(run, "logs -f") if follow else contextlib.nullcontext():
+        for line in lines:
+            click.echo(_format(line, many=many, timestamps=timestamps))
     if follow:
         ctx.exit(exit_codes.of_state(run.status().state))
 

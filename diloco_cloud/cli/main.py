@@ -67,6 +67,9 @@ class CommandGroup(click.Group):
             formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
+        from diloco_cloud.cli.variables import warn_of_misspelt
+
+        warn_of_misspelt(os.environ)
         try:
             return super().invoke(ctx)
         except (click.exceptions.Exit, click.ClickException, click.Abort):

@@ -31,6 +31,17 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # generic since clic
             self.fail(f"{error.message}. {error.fix}", param, ctx)
 
 
+class SwitchableDuration(Duration):
+    """A duration, or "off"."""
+
+    name = "duration or off"
+
+    def convert(  # type: ignore[override]
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float | str:
+        return "off" if value == "off" else super().convert(value, param, ctx)
+
+
 class Switchable(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
     """A number, or "off"."""
 

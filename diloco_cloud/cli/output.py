@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
 
 import click
 
-from diloco_cloud.store.uris import plain_uri
+from diloco_cloud.cli import exit_codes
+from diloco_cloud.store.uris import plain_uri, store_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,12 +50,6 @@ def status_json(run: Run, status: RunStatus) -> dict[str, Any]:
     return {"store": run.store_uri, **status.to_json()}
 
 
-def store_text(uri: str) -> str:
-    """A store as people write it: a local one as a path."""
-    parts = urlsplit(uri)
-    return unquote(parts.path) if parts.scheme == "file" else uri
-
-
 def next_steps(run: Run, *, unsupervised: bool = False) -> None:
     """The commands one types after a launch, with the real id.
 
@@ -61,12 +57,40 @@ def next_steps(run: Run, *, unsupervised: bool = False) -> None:
         run: the run.
         unsupervised: nobody starts again what dies, though the run allows it.
     """
-    where = f"{run.run_id} --store {shlex.quote(store_text(run.store_uri))}"
-    note("  follow its logs:  diloco-cloud logs -f " + where)
-    note("  look at it:       diloco-cloud status " + where)
+    steps = {"follow its logs": "logs -f", "look at it": "status"}
     if unsupervised and run.spec.max_restarts > 0:
-        note("  restart what dies: diloco-cloud supervise " + where)
-    note("  stop it:          diloco-cloud cancel " + where)
+        steps["restart what dies"] = "supervise"
+    steps["stop it"] = "cancel"
+    width = max(map(len, steps)) + 1
+    for what, verb in steps.items():
+        note(f"  {what + ':':{width}} diloco-cloud {verb} {_where(run)}")
+
+
+@contextlib.contextmanager
+def going_on(run: Run, again: str, *, unsupervised: bool = False) -> Iterator[None]:
+    """Let Ctrl-C end the command, and say that it has not ended the run.
+
+    Args:
+        run: the run.
+        again: the command, as it is typed to come back.
+        unsupervised: nobody starts again from now on what dies, as far as is known here.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends this at once
+        where = _where(run)
+        goes_on = "goes on, and what dies may stay dead" if unsupervised else "goes on"
+        note(
+            f"\n{run.run_id} {goes_on}; to come back: diloco-cloud {again} {where}; "
+            f"to stop it: diloco-cloud cancel {where}"
+        )
+        raise click.exceptions.Exit(exit_codes.INTERRUPTED) from None
+
+
+def _where(run: Run) -> str:
+    """The arguments that find a run again from any directory."""
+    return f"{run.run_id} --store {shlex.quote(store_text(run.store_uri))}"
 
 
 def count_text(count: int) -> str:

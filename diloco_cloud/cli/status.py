@@ -25,7 +25,8 @@ def command(run_id: str, store: str | None, watch: bool, as_json: bool) -> None:
     if watch:
         from diloco_cloud.cli.progress import follow
 
-        follow(run, err=False)
+        with output.going_on(run, "status -w"):
+            follow(run, err=False)
         return
     from diloco_cloud.cli.tables import print_failures, status_view
 
@@ -41,5 +42,6 @@ def _print_json(run: Run, *, watch: bool) -> None:
     if not watch:
         output.print_json(output.status_json(run, run.status()))
         return
-    for status in run.watch(interval(run)):
-        output.print_json(output.status_json(run, status), compact=True)
+    with output.going_on(run, "status -w --json"):
+        for status in run.watch(interval(run)):
+            output.print_json(output.status_json(run, status), compact=True)

@@ -45,7 +45,8 @@ def command(
             click.echo(event_line(event))
 
     pause = interval(run)
-    status = run.supervise(max_restarts=max_restarts, on_event=say, interval=pause)
+    with output.going_on(run, "supervise", unsupervised=True):
+        status = run.supervise(max_restarts=max_restarts, on_event=say, interval=pause)
     if as_json:
         output.print_json(output.status_json(run, status), compact=True)
     else:

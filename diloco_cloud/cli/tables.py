@@ -21,12 +21,14 @@ from diloco_cloud.run.views import why_ended
 _BAR_WIDTH: Final = 40
 #: Columns that a narrow terminal can do without.
 _LEAST_FIRST: Final = (
-    *("seen", "merged", "in rounds", "tokens/s", "backend", "inner step", "loss", "restarts"),
-    "doing",
+    *("seen", "merged", "in rounds", "tokens/s", "backend", "inner step", "loss", "reward"),
+    *("restarts", "doing"),
 )
 #: Between two columns; and what the last one, whose text may wrap, needs at least.
 _GAP, _WHY_WIDTH = 3, 20
-_NUMERIC: Final = ("round", "inner step", "loss", "tokens/s", "merged", "in rounds", "restarts")
+_NUMERIC: Final = (
+    *("round", "inner step", "loss", "reward", "tokens/s", "merged", "in rounds", "restarts"),
+)
 _STYLES: Final = {
     "pending": "yellow",
     "running": "cyan",
@@ -43,13 +45,15 @@ def state_text(state: str) -> Text:
 
 
 def headline(status: RunStatus) -> Text:
-    """One line: id, state, round, loss, speed."""
+    """One line: id, state, round, loss, reward, speed."""
     line = Text.assemble(status.run_id, "  ", state_text(status.state))
     if status.round is not None:
         line.append(f"  round {_round(status)}")
-    losses = [view.loss for view in status.replicas if view.loss is not None]
-    if losses:
-        line.append(f"  loss {sum(losses) / len(losses):.4f}")
+    for name in ("loss", "reward"):
+        found = [getattr(view, name) for view in status.replicas]
+        values = [value for value in found if value is not None]
+        if values:
+            line.append(f"  {name} {_figure(sum(values) / len(values))}")
     if status.tokens_per_s:
         line.append(f"  {status.tokens_per_s:,.0f} tokens/s")
     return line
@@ -65,7 +69,8 @@ def replica_table(status: RunStatus, width: int | None = None) -> Table:
         "doing": [view.phase or "" for view in status.replicas],
         "round": [_number(view.round) for view in status.replicas],
         "inner step": [_number(view.inner_step) for view in status.replicas],
-        "loss": [_format(view.loss, ".4f") for view in status.replicas],
+        "loss": [_figure(view.loss) for view in status.replicas],
+        "reward": [_figure(view.reward) for view in status.replicas],
         "tokens/s": [_format(view.tokens_per_s, ",.0f") for view in status.replicas],
         "merged": [_format(view.merged, ",d") for view in status.replicas],
         "in rounds": [_share(view) for view in status.replicas],
@@ -219,6 +224,13 @@ def _name(view: ReplicaView) -> str:
 
 def _format(value: float | None, form: str) -> str:
     return "" if not value else format(value, form)
+
+
+def _figure(value: float | None) -> str:
+    """A loss or a reward. That of GRPO is near 0 on policy, and not to be shown as 0."""
+    if value is None:
+        return ""
+    return format(value, ".4f" if value == 0 or abs(value) >= 1e-3 else ".1e")
 
 
 def _number(value: int | None) -> str:

@@ -23,7 +23,8 @@ def command(
 ) -> None:
     """Wait for a run to end; the exit code tells how."""
     run = Run.open(options.find_store(store), run_id)
-    status = run.wait(timeout)
+    with output.going_on(run, "wait"):
+        status = run.wait(timeout)
     if as_json:
         output.print_json(output.status_json(run, status))
     else:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from diloco_cloud.composer.losses import fused, preference, rowwise
-from diloco_cloud.composer.losses.checks import require, same_shape
+from diloco_cloud.composer.losses.checks import require, token_mask
 from diloco_cloud.composer.losses.logprobs import masked_mean, masked_sum
 from diloco_cloud.composer.options import (
     DPOVariant,
@@ -111,7 +111,8 @@ def sdpo_loss(
             tokens, for a mean over several micro-batches or replicas.
 
     Raises:
-        ConfigError: shapes that do not fit, naming both, or masks that mark different numbers.
+        ConfigError: shapes that do not fit, naming both, masks of other values than 0 and 1, or
+            masks that mark different numbers.
     """
     rows, teacher_rows = rowwise.paired_rows(
         student_logits, teacher_logits, mask, student_mask=student_mask
@@ -223,10 +224,11 @@ def replay_loss(
         num_items: divide the sum over pairs by this in place of the number of pairs used.
 
     Raises:
-        ConfigError: shapes that do not fit, or DPO without reference log-probabilities.
+        ConfigError: shapes that do not fit, masks of other values than 0 and 1, or DPO without
+            reference log-probabilities.
     """
-    same_shape(chosen_mask, chosen_logprobs, "dpo_chosen_response_mask")
-    same_shape(rejected_mask, rejected_logprobs, "dpo_rejected_response_mask")
+    token_mask(chosen_mask, chosen_logprobs, "dpo_chosen_response_mask")
+    token_mask(rejected_mask, rejected_logprobs, "dpo_rejected_response_mask")
     usable = (chosen_mask != 0).any(dim=1) & (rejected_mask != 0).any(dim=1)
     skipped = int((~usable).sum())
     if skipped == usable.numel():

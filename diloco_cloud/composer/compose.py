@@ -28,7 +28,13 @@ from diloco_cloud.composer.channels import (
     sdpo_loss,
 )
 from diloco_cloud.composer.evaluation_mode import evaluation_mode
-from diloco_cloud.composer.losses.checks import require, same_shape
+from diloco_cloud.composer.losses.checks import (
+    channel_weight,
+    require,
+    same_shape,
+    token_mask,
+    unit_interval,
+)
 from diloco_cloud.composer.losses.logprobs import response_logprobs
 from diloco_cloud.composer.losses.rowwise import working_dtype
 from diloco_cloud.errors import ConfigError
@@ -123,7 +129,7 @@ def compose_loss(
         lm_ce_label_smoothing: of channel 1.
         dpo_variant: ``"dpo"`` or ``"simpo"``.
         sdpo_wrapper: ``"none"``, ``"taid"`` or ``"entropy_opd"``.
-        taid_t: in [0, 1]; required by ``"taid"``.
+        taid_t: in [0, 1]; required by ``"taid"``, and for nothing else.
         simpo_beta: SimPO's scale.
         simpo_gamma: SimPO's margin.
         entropy_opd_h_max: nats at which the soft gate is open; None for log V.
@@ -132,10 +138,12 @@ def compose_loss(
 
     Raises:
         ConfigError: (a ``ValueError``) an option out of its range, a required key missing, shapes
-            that do not fit, or, if ``strict``, an idle channel.
+            that do not fit, a mask of other values than 0 and 1, or, if ``strict``, an idle
+            channel.
     """
     for name, weight in (("alpha_sdpo", alpha_sdpo), ("beta_replay", beta_replay)):
-        require(weight >= 0.0, f"{name} is {weight}", fix="Give a weight of 0 or more.")
+        channel_weight(weight, name)
+    unit_interval(lm_ce_label_smoothing, "lm_ce_label_smoothing")
     distillation = SDPOOptions(
         jsd_beta=sdpo_jsd_beta,
         temperature=sdpo_temperature,
@@ -178,7 +186,7 @@ def _language_modelling(
         fix="Every batch needs input_ids and response_mask, both (B, T).",
     )
     ids, mask = inputs["input_ids"], inputs["response_mask"]
-    same_shape(mask, ids, "response_mask")
+    token_mask(mask, ids, "response_mask")
     logits = _logits(model, inputs, "")
     labels = ids[:, 1:].masked_fill(mask[:, 1:] == 0, _IGNORED)
     tokens = int((labels != _IGNORED).sum())
@@ -202,7 +210,7 @@ def _distillation(
     if mask is None and options.wrapper != "taid":
         return idle("the batch has no sdpo_loss_mask", like=logits)
     mask = torch.ones_like(ids) if mask is None else mask
-    same_shape(mask, ids, "sdpo_loss_mask")
+    token_mask(mask, ids, "sdpo_loss_mask")
     student_mask = inputs.get("sdpo_student_mask")
     if student_mask is None and ids.shape != inputs["input_ids"].shape:
         return idle(
@@ -211,6 +219,8 @@ def _distillation(
             "sdpo_student_mask",
             like=logits,
         )
+    if student_mask is not None:
+        token_mask(student_mask, inputs["input_ids"], "sdpo_student_mask")
     # A token's distribution is the one before it.
     return sdpo_loss(
         logits[:, :-1],
@@ -255,7 +265,7 @@ def _response_logprobs(
     model: torch.nn.Module, inputs: Mapping[str, Tensor], prefix: str
 ) -> tuple[Tensor, Tensor]:
     ids, mask = inputs[f"{prefix}input_ids"], inputs[f"{prefix}response_mask"]
-    same_shape(mask, ids, f"{prefix}response_mask")
+    token_mask(mask, ids, f"{prefix}response_mask")
     return response_logprobs(_logits(model, inputs, prefix), ids, mask)
 
 

@@ -45,6 +45,14 @@ class PromptEncoder:
         # The template writes special tokens itself.
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def tool_schemas(self) -> dict[str, dict[str, Any]]:
+        """The JSON schema of each tool's arguments, by the tool's name."""
+        from transformers.utils.chat_template_utils import get_json_schema
+
+        found = (get_json_schema(tool) if callable(tool) else tool for tool in self.tools)
+        functions = (schema.get("function", schema) for schema in found)
+        return {each["name"]: each.get("parameters", {}) for each in functions}
+
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         """The text of a conversation, as the template writes it.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,11 +12,14 @@ from torch import nn
 
 from diloco_cloud.composer.channels import (
     ChannelLoss,
+    ReplayOptions,
     SDPOOptions,
+    replay_loss,
     sdpo_loss,
     sdpo_loss_from_hidden,
 )
 from diloco_cloud.composer.evaluation_mode import evaluation_mode
+from diloco_cloud.composer.losses.checks import has_keys, token_mask
 from diloco_cloud.composer.losses.logprobs import token_logprobs
 from diloco_cloud.composer.output_head import OutputHead
 from diloco_cloud.composer.turns import Turns
@@ -82,6 +86,38 @@ class ChannelForward:
                 num_items=num_items,
             )
 
+    def replay(
+        self, model: nn.Module, pairs: Mapping[str, torch.Tensor], options: ReplayOptions
+    ) -> ChannelLoss:
+        """Channel 3: both responses of each pair, in one pass.
+
+        Args:
+            model: to call; may be wrapped.
+            pairs: the tensors of :func:`~diloco_cloud.composer.preference_pairs.pair_tensors`.
+            options: of the loss.
+
+        Raises:
+            ConfigError: a tensor is missing, or a mask is not of its tokens' shape.
+        """
+        sides = ("chosen", "rejected")
+        for side in sides:
+            names = f"dpo_{side}_input_ids", f"dpo_{side}_response_mask"
+            has_keys(pairs, *names)
+            token_mask(pairs[names[1]], pairs[names[0]], names[1])
+        ids = torch.cat([pairs[f"dpo_{side}_input_ids"] for side in sides])
+        mask = torch.cat([pairs[f"dpo_{side}_response_mask"] for side in sides])
+        logprobs, mask = self.response_logprobs(model, ids, mask)
+        (chosen, rejected), (chosen_mask, rejected_mask) = logprobs.chunk(2), mask.chunk(2)
+        return replay_loss(
+            chosen,
+            chosen_mask,
+            rejected,
+            rejected_mask,
+            options,
+            ref_chosen_logprobs=pairs.get("dpo_chosen_ref_logprobs"),
+            ref_rejected_logprobs=pairs.get("dpo_rejected_ref_logprobs"),
+        )
+
     def response_logprobs(
         self, model: nn.Module, input_ids: torch.Tensor, response_mask: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,13 +126,14 @@ class ChannelForward:
         Args:
             model: to call; may be wrapped.
             input_ids: (N, T).
-            response_mask: (N, T), 0 in the first column; every row marks at least one token.
+            response_mask: (N, T), 0 in the first column.
 
         Returns:
             (N, L) log-probabilities of the last L tokens, where L reaches back to the first
             response token of all rows, and their part of the mask.
         """
-        first = int(response_mask.any(dim=0).nonzero()[0])
+        marked = response_mask.any(dim=0)
+        first = int(marked.int().argmax()) if marked.any() else input_ids.size(1) - 1
         columns = input_ids.size(1) - first
         # Nothing attends to what is behind it, so padding on the right needs no mask.
         logits = self._last(model, {"input_ids": input_ids}, columns)

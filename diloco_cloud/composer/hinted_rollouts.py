@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from diloco_cloud.composer.encoding import Prompt
+from diloco_cloud.composer.losses.checks import has_keys, token_mask
 from diloco_cloud.composer.teacher_context import HintedTurn, Hints, own_turns
 from diloco_cloud.composer.turns import Turns
-from diloco_cloud.errors import ConfigError
 
 CONTEXT_IDS = "ctx_teacher_prompt_ids"
 CONTEXT_MASK = "ctx_teacher_prompt_mask"
@@ -62,11 +62,13 @@ def paired_turns(
             sharded model must run it forward and back equally often.
 
     Raises:
-        ConfigError: a mask is not of its tokens' shape.
+        ConfigError: a tensor is missing, or a mask is not of its tokens' shape.
     """
+    has_keys(inputs, "prompt_ids", "prompt_mask", "completion_ids")
+    has_keys(inputs, CONTEXT_IDS, CONTEXT_MASK, LOSS_MASK)
     completions, mask = inputs["completion_ids"], inputs[LOSS_MASK]
-    _require_shape(mask, completions, LOSS_MASK, "completion_ids")
-    _require_shape(inputs[CONTEXT_MASK], inputs[CONTEXT_IDS], CONTEXT_MASK, CONTEXT_IDS)
+    token_mask(mask, completions, LOSS_MASK)
+    token_mask(inputs[CONTEXT_MASK], inputs[CONTEXT_IDS], CONTEXT_MASK)
     rows: list[int] = mask.any(dim=1).nonzero().flatten().tolist()
     dummy = not rows and at_least_one
     if not rows and not dummy:
@@ -87,6 +89,41 @@ def paired_turns(
     return student, teacher
 
 
+class StepTokens:
+    """How many hinted tokens an optimizer step learns from: what its sum over tokens is divided by.
+
+    Its micro-batches are slices of generation batches that have been shuffled, so each step has a
+    number of its own. A step that takes micro-batches of several generation batches would have to
+    know what has not been generated yet: there, each batch has its share of the step's mean.
+
+    Args:
+        accelerator: gathers over processes, which must call in step.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self._batches: Sequence[Mapping[str, torch.Tensor]] = ()
+        self._counts: list[float] = []
+
+    def of(
+        self, batches: Sequence[Mapping[str, torch.Tensor]], index: int, done: int, size: int
+    ) -> float:
+        """Hinted tokens of the step, over all processes; 1 for a step that has none.
+
+        Args:
+            batches: the generation batch's micro-batches.
+            index: of the one that is due.
+            done: micro-batches that the step has taken before it.
+            size: micro-batches of the step.
+        """
+        if batches is not self._batches:
+            counts = torch.stack([batch[LOSS_MASK].sum() for batch in batches])
+            rows = self._accelerator.gather(counts).view(-1, len(batches))
+            self._batches, self._counts = batches, rows.sum(dim=0).tolist()
+        own = self._counts[max(0, index - done) : index - done + size]
+        return max(1.0, sum(own) * size / len(own))
+
+
 def _contexts(turns: Sequence[HintedTurn | None], like: torch.Tensor) -> dict[str, torch.Tensor]:
     contexts = [() if turn is None else turn.context for turn in turns]
     width = max(1, *map(len, contexts))
@@ -105,11 +142,3 @@ def _loss_mask(turns: Sequence[HintedTurn | None], completion_mask: torch.Tensor
         if turn is not None:
             mask[row, turn.start : turn.end] = 1
     return mask
-
-
-def _require_shape(mask: torch.Tensor, ids: torch.Tensor, name: str, of: str) -> None:
-    if mask.shape != ids.shape:
-        raise ConfigError(
-            f"{name} has shape {tuple(mask.shape)}, {of} has {tuple(ids.shape)}",
-            fix="A mask has one entry for each token.",
-        )

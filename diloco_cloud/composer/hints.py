@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
+from diloco_cloud.composer.data_set_rows import without_none
 from diloco_cloud.errors import ConfigError
 
 #: A schema or a message longer than this is cut: a hint is read at every error, by the teacher.
@@ -110,13 +111,13 @@ def dispatch(error_kind: str, ctx: HintContext | None = None) -> str | None:
 
     Args:
         error_kind: key of ``HINT_TEMPLATES``.
-        ctx: what is known about the error; nothing is required.
+        ctx: what is known about the error; nothing is required, and what is None is not known.
 
     Returns:
         The text, or None for a kind that has no template.
     """
     template = HINT_TEMPLATES.get(error_kind)
-    return None if template is None else template(ctx or {})
+    return None if template is None else template(without_none(ctx or {}))
 
 
 def register(error_kind: str, fn: HintTemplate) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from diloco_cloud.composer.losses import divergences
-from diloco_cloud.composer.losses.checks import positive, require
+from diloco_cloud.composer.losses.checks import finite, positive, require, unit_interval
 
 SDPOWrapper = Literal["none", "taid", "entropy_opd"]
 EntropyMode = Literal["soft", "paper"]
@@ -25,14 +25,15 @@ class SDPOOptions:
         token_clip: the most one token may add to the loss, in nats; a token above it has no
             gradient. None for no ceiling.
         wrapper: ``"none"`` for the generalised JSD, ``"taid"``, or ``"entropy_opd"``.
-        taid_t: TAID's interpolation, in [0, 1]; required by ``"taid"``.
+        taid_t: TAID's interpolation, in [0, 1]; required by ``"taid"``, and for nothing else.
         entropy_opd_h_max: entropy in nats at which the soft gate is all forward KL; None for
             log V.
         entropy_opd_mode: ``"soft"`` mixes by entropy, ``"paper"`` adds a forward KL above a
             threshold (:func:`~diloco_cloud.composer.losses.entropy_aware_opd_loss`).
 
     Raises:
-        ConfigError: a value out of its range, an unknown wrapper or mode, or TAID without ``t``.
+        ConfigError: a value out of its range (of a wrapper that is not chosen, too), an unknown
+            wrapper or mode, TAID without ``t``, or ``t`` without TAID.
     """
 
     jsd_beta: float = 0.5
@@ -55,12 +56,25 @@ class SDPOOptions:
             fix="Pass the interpolation of this step, such as TAIDScheduler(...).t.",
         )
         require(
-            self.token_clip is None or self.token_clip > 0,
-            f"token_clip is {self.token_clip}",
-            fix="Give a ceiling above 0, in nats per token, or None.",
+            self.wrapper == "taid" or self.taid_t is None,
+            f"taid_t is {self.taid_t}, and sdpo_wrapper={self.wrapper!r} does not read it",
+            fix="Set sdpo_wrapper='taid', or leave taid_t out.",
         )
+        require(
+            self.entropy_opd_mode in ("soft", "paper"),
+            f"entropy_opd_mode is {self.entropy_opd_mode!r}",
+            fix="Use 'soft' or 'paper'.",
+        )
+        unit_interval(self.jsd_beta, "sdpo_jsd_beta")
         positive(self.temperature, "sdpo_temperature")
-        self.kernel()
+        for value, name in (
+            (self.token_clip, "sdpo_token_clip"),
+            (self.entropy_opd_h_max, "entropy_opd_h_max"),
+        ):
+            if value is not None:
+                positive(value, name)
+        if self.taid_t is not None:
+            unit_interval(self.taid_t, "taid_t")
 
     def kernel(self) -> divergences.Kernel:
         """The divergence of one token, as the row-wise driver runs it."""
@@ -105,3 +119,4 @@ class ReplayOptions:
         )
         positive(self.dpo_beta, "replay_dpo_beta")
         positive(self.simpo_beta, "simpo_beta")
+        finite(self.simpo_gamma, "simpo_gamma")

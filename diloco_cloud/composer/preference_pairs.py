@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from diloco_cloud.composer.collator import CollatorConfig, ComposerDataCollator
+from diloco_cloud.composer.data_set_rows import without_none
 from diloco_cloud.composer.encoding import PromptEncoder, RenderingTokenizer, require_template
 from diloco_cloud.composer.trace import check_pair
 from diloco_cloud.errors import ConfigError
@@ -56,8 +57,8 @@ class PairSet:
         """Encode ``rows``: ``state_messages`` (or ``prompt``), ``chosen`` and ``rejected``.
 
         A prompt that is too long loses its oldest turns, or its beginning if it is text. A pair is
-        skipped, and counted, where both responses are the same, or one leaves no room for any
-        prompt.
+        skipped, and counted, where both responses are the same, the prompt is empty, or a response
+        leaves no room for any prompt.
 
         Args:
             rows: mappings; a prompt is a conversation or plain text, a response is text or a list
@@ -66,8 +67,8 @@ class PairSet:
             max_length: tokens of prompt and response together.
 
         Raises:
-            ConfigError: a key is missing or of a wrong type, a response is empty, or no pair is
-                usable.
+            ConfigError: a row is no mapping, a key is missing or of a wrong type, a response is
+                empty, or no pair is usable.
         """
         pairs: list[EncodedPair] = []
         skipped: Counter[str] = Counter()
@@ -195,7 +196,9 @@ class _Encoder:
         room = self._max_length - max(len(chosen), len(rejected))
         if room < 1:
             return "pair_too_long"
-        return EncodedPair(tuple(self._tokenizer(prompt)["input_ids"][-room:]), chosen, rejected)
+        ids = tuple(self._tokenizer(prompt)["input_ids"][-room:])
+        # Without a token ahead of it, nothing predicts a response's first one.
+        return EncodedPair(ids, chosen, rejected) if ids else "pair_without_prompt"
 
 
 def _halves(ids: torch.Tensor, mask: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -204,26 +207,27 @@ def _halves(ids: torch.Tensor, mask: torch.Tensor) -> tuple[tuple[int, ...], tup
     return tuple(ids[:start].tolist()), tuple(ids[start:].tolist())
 
 
-def _read(row: Mapping[str, Any], index: int) -> dict[str, Any]:
+def _read(row: Any, index: int) -> dict[str, Any]:
     """A pair in the documented form; TRL's preference rows are understood."""
+    where = f"preference pair {index}"
+    if not isinstance(row, Mapping):
+        raise ConfigError(
+            f"{where} is {type(row).__name__} {row!r:.40}, not an object",
+            fix="Give each pair as state_messages (or prompt), chosen and rejected.",
+        )
     pair = dict(row)
-    if pair.get("state_messages") is None and pair.get("prompt"):
+    if pair.get("state_messages") is None and pair.get("prompt") is not None:
         pair["state_messages"] = pair["prompt"]
     for side in ("chosen", "rejected"):
         found = pair.get(side)
-        if isinstance(found, Sequence) and not isinstance(found, str) and len(found) == 1:
+        if isinstance(found, list | tuple) and len(found) == 1 and isinstance(found[0], Mapping):
             pair[side] = found[0].get("content")
-    where = f"preference pair {index}"
     if isinstance(pair.get("state_messages"), str):
         # What is checked of a conversation is true of plain text.
         check_pair({**pair, "state_messages": [{"role": "user", "content": "-"}]}, where)
     else:
         check_pair(pair, where)
-        # A data set fills a turn's keys up with None, which no turn of a trace has.
-        pair["state_messages"] = [
-            {key: value for key, value in turn.items() if value is not None}
-            for turn in pair["state_messages"]
-        ]
+        pair["state_messages"] = without_none(pair["state_messages"])
     return pair
 
 

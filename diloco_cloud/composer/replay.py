@@ -57,7 +57,6 @@ class Replay:
         self._stream = PairStream(
             len(self.pairs.pairs), batch_size, seed=seed, process=process, processes=processes
         )
-        self._drawn: tuple[int, int] = (-1, 0)
 
     def complete_reference(self, score: Scorer, device: torch.device) -> None:
         """Compute what is missing of the reference; ``score`` runs the reference policy."""
@@ -69,20 +68,14 @@ class Replay:
         if self.needs_reference:
             self.reference.compute(self.pairs.pairs, score_pairs, batch_size=self._batch_size)
 
-    def next_batch(
-        self, step: int, micro_batches: int, device: torch.device
-    ) -> dict[str, torch.Tensor]:
-        """The tensors of the next micro-batch of an optimizer step.
+    def batch(self, number: int, device: torch.device) -> dict[str, torch.Tensor]:
+        """The tensors of a micro-batch.
 
         Args:
-            step: optimizer steps taken; a resumed trainer draws what it would have drawn.
-            micro_batches: in one step.
+            number: of the micro-batch, from the beginning of training.
             device: of the tensors.
         """
-        done = self._drawn[1] if self._drawn[0] == step else 0
-        self._drawn = (step, done + 1)
-        drawn = self._stream.draw(step * micro_batches + done)
-        pairs = [self.pairs.pairs[index] for index in drawn]
+        pairs = [self.pairs.pairs[index] for index in self._stream.draw(number)]
         reference = self.reference.of(pairs) if self.needs_reference else None
         return self._tensors(pairs, reference, device)
 

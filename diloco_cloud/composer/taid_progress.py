@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from diloco_cloud.composer.losses import TAIDScheduler
+from diloco_cloud.composer.losses.checks import require
 
 _FILE = "composer_taid.json"
 
@@ -20,6 +21,30 @@ class TAIDProgress:
     def __init__(self, scheduler: TAIDScheduler | None) -> None:
         self.scheduler = scheduler
         self._total, self._active = 0.0, 0.0
+
+    def start(self, taid_t: float | None, wrapper: str) -> float | None:
+        """The first ``t``: the schedule's, or the one that was given.
+
+        Args:
+            taid_t: set by hand, or None.
+            wrapper: of channel 2.
+
+        Raises:
+            ConfigError: there is a schedule, and a ``taid_t`` too or no TAID.
+        """
+        if self.scheduler is None:
+            return taid_t
+        require(
+            wrapper == "taid",
+            f"there is a taid_scheduler, and sdpo_wrapper={wrapper!r} does not read it",
+            fix="Set sdpo_wrapper='taid', or leave taid_scheduler out.",
+        )
+        require(
+            taid_t is None,
+            f"taid_t is {taid_t}, and taid_scheduler sets t too",
+            fix="Leave one of the two out; TAIDScheduler(t_start=…) is where t begins.",
+        )
+        return float(self.scheduler.t)
 
     def follow(self, loss: float, active: float, step: int, *, ends_step: bool) -> float | None:
         """Take in a micro-batch, as it is over all processes.

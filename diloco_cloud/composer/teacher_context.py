@@ -8,11 +8,13 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from diloco_cloud.composer.data_set_rows import without_none
 from diloco_cloud.composer.encoding import Prompt, PromptEncoder
 from diloco_cloud.composer.hints import with_hint
+from diloco_cloud.composer.row_checks import check_error_meta
 
 #: From the kind of error and what is known of it to the hint's text, or None for no hint.
 HintGenerator: TypeAlias = Callable[[str, dict[str, Any]], str | None]
@@ -42,6 +44,9 @@ class Hints:
         generator: turns kinds of error into hints.
         max_length: tokens of the model's context; None for no limit.
         reads_tool_errors: whether failed tool calls of rollouts get hints.
+        environments: from an environment's name to its tools. A row names its environment in
+            ``environment``. Where there is only one, rows need not name it, and its key is None.
+            Without environments this is empty, and every row has the encoder's tools.
         skipped: turns with a hint that cannot be used, by reason.
     """
 
@@ -49,13 +54,20 @@ class Hints:
     generator: HintGenerator
     max_length: int | None
     reads_tool_errors: bool = False
+    environments: Mapping[str | None, Sequence[Any]] = field(default_factory=dict)
     skipped: Counter[str] = field(default_factory=Counter)
 
     def of_row(self, row: Mapping[str, Any]) -> str | None:
-        """The hint a row brings: its ``hint``, or the generator's for its ``error_kind``."""
+        """The hint a row brings: its ``hint``, or the generator's for its ``error_kind``.
+
+        Raises:
+            ConfigError: its ``error_meta`` is no object.
+        """
         hint = row.get("hint")
         if not hint and row.get("error_kind"):
-            hint = self.generator(str(row["error_kind"]), dict(row.get("error_meta") or {}))
+            meta = row.get("error_meta")
+            check_error_meta(meta, "a row")
+            hint = self.generator(str(row["error_kind"]), without_none(meta or {}))
         return str(hint) if hint else None
 
     def turn(
@@ -80,8 +92,9 @@ class Hints:
             self.skipped["rollouts that are masked"] += 1
             return None
         hint, before = self.of_row(row), 0
+        encoder = self._encoder_of(row)
         if hint is None and self.reads_tool_errors and not isinstance(completion, str):
-            before, hint = self._tool_error(completion)
+            before, hint = self._tool_error(completion, encoder)
         if hint is None:
             return None
         index = sum(m["role"] == "assistant" for m in completion[:before]) if before else 0  # type: ignore[index]
@@ -92,20 +105,36 @@ class Hints:
         history: Prompt = prompt
         if before and not isinstance(prompt, str):
             history = [*prompt, *completion[:before]]
-        context = self.encoder.prompt_ids(hinted(history, hint))
+        context = encoder.prompt_ids(hinted(history, hint))
         if self.max_length is not None and len(context) + end - start > self.max_length:
             self.skipped["contexts that are too long"] += 1
             return None
         return HintedTurn(tuple(context), start, end)
 
-    def _tool_error(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, str | None]:
+    def _encoder_of(self, row: Mapping[str, Any]) -> PromptEncoder:
+        """Writes the tools that this row's rollout had."""
+        if not self.environments:
+            return self.encoder
+        name = None if None in self.environments else row["environment"]
+        return replace(self.encoder, tools=self.environments[name])
+
+    def _tool_error(
+        self, messages: Sequence[Mapping[str, Any]], encoder: PromptEncoder
+    ) -> tuple[int, str | None]:
         """Index of the first message whose tool call failed in a way there is a hint for."""
         turn = 0
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
                 turn = index
             elif message["role"] == "tool" and (error := _error_text(message.get("content"))):
-                meta = {"error_message": error, "tool_name": message.get("name")}
+                name = str(message.get("name"))
+                schemas = encoder.tool_schemas()
+                meta = {
+                    "error_message": error,
+                    "tool_name": name,
+                    "available_tools": list(schemas),
+                    "tool_schema": schemas.get(name),
+                }
                 if hint := self.generator(_error_kind(error), meta):
                     return turn, hint
         return 0, None

@@ -23,17 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from diloco_cloud.composer.channels import (
-    ChannelLoss,
-    ReplayOptions,
-    SDPOOptions,
-    idle,
-    replay_loss,
-)
+from diloco_cloud.composer.channels import ChannelLoss, ReplayOptions, SDPOOptions, idle
 from diloco_cloud.composer.checked_rewards import RewardGuard
-from diloco_cloud.composer.encoding import PromptEncoder
 from diloco_cloud.composer.evaluation_mode import evaluation_mode
-from diloco_cloud.composer.forward import ChannelForward
 from diloco_cloud.composer.hinted_rollouts import (
     LOSS_MASK,
     NUM_ITEMS,
@@ -41,24 +33,28 @@ from diloco_cloud.composer.hinted_rollouts import (
     rollout_tensors,
 )
 from diloco_cloud.composer.losses import TAIDScheduler
+from diloco_cloud.composer.losses.checks import has_keys
 from diloco_cloud.composer.losses.logprobs import masked_sum
-from diloco_cloud.composer.metrics import ChannelMetrics, Mode
-from diloco_cloud.composer.prompt_rows import fitting_rows, fitting_sets
 from diloco_cloud.composer.taid_progress import TAIDProgress
 from diloco_cloud.composer.teacher_context import HintGenerator
 from diloco_cloud.composer.trainer_base import (
+    bare_model,
     check_arguments,
     checkpoint_folder,
+    context_limit,
     find_hints,
-    grpo_trainer,
+    make_passes,
+    make_prompt_filter,
     make_replay,
+    prompt_encoder,
     reference_policy,
 )
+from diloco_cloud.composer.trainer_counts import CountingTrainer
 
-_GRPOTrainer: Any = grpo_trainer()
+_NO_HINT = "no rollout with a hint"
 
 
-class ComposerReplicationTrainer(_GRPOTrainer):  # type: ignore[misc]  # or its stand-in
+class ComposerReplicationTrainer(CountingTrainer):
     """``trl.GRPOTrainer`` whose loss is ``grpo + alpha_sdpo * sdpo + beta_replay * replay``.
 
     A channel is on where its weight is above 0 **and** it was given data: hints for channel 2,
@@ -85,8 +81,8 @@ class ComposerReplicationTrainer(_GRPOTrainer):  # type: ignore[misc]  # or its 
         dpo_variant: "dpo", or "simpo", which needs no reference policy.
         sdpo_wrapper: "none", "taid" or "entropy_opd".
         taid_t: TAID's interpolation in [0, 1], the same all along. Assigning
-            :attr:`taid_t` changes it.
-        taid_scheduler: gives ``t`` step by step instead; goes into checkpoints.
+            :attr:`taid_t` changes it. For "taid" only.
+        taid_scheduler: gives ``t`` step by step instead of ``taid_t``; goes into checkpoints.
         simpo_beta: SimPO's scale.
         simpo_gamma: SimPO's target margin.
         entropy_opd_h_max: entropy in nats at which the gate is all forward KL; None for log V.
@@ -135,7 +131,12 @@ class ComposerReplicationTrainer(_GRPOTrainer):  # type: ignore[misc]  # or its 
         strict: bool = True,
         **kwargs: Any,
     ) -> None:
-        check_arguments(kwargs, alpha_sdpo=alpha_sdpo, beta_replay=beta_replay)
+        check_arguments(
+            kwargs,
+            weights={"alpha_sdpo": alpha_sdpo, "beta_replay": beta_replay},
+            counts={"replay_batch_size": replay_batch_size, "max_dpo_seq_len": max_dpo_seq_len},
+            hint_generator=hint_generator,
+        )
         self.alpha_sdpo, self.beta_replay = alpha_sdpo, beta_replay
         self._taid = TAIDProgress(taid_scheduler)
         self._sdpo_options = SDPOOptions(
@@ -143,7 +144,7 @@ class ComposerReplicationTrainer(_GRPOTrainer):  # type: ignore[misc]  # or its 
             temperature=sdpo_temperature,
             token_clip=sdpo_token_clip,
             wrapper=sdpo_wrapper,  # type: ignore[arg-type]  # checked there
-            taid_t=taid_t if taid_scheduler is None else float(taid_scheduler.t),
+            taid_t=self._taid.start(taid_t, sdpo_wrapper),
             entropy_opd_h_max=entropy_opd_h_max,
             entropy_opd_mode=entropy_opd_mode,  # type: ignore[arg-type]
         )
@@ -154,33 +155,19 @@ class ComposerReplicationTrainer(_GRPOTrainer):  # type: ignore[misc]  # or its 
             simpo_gamma=simpo_gamma,
         )
         super().__init__(*args, **kwargs)
-        self._figures = ChannelMetrics(self.accelerator)
-        self.activity = self._figures.activity
+        self._has_new_adapter = kwargs.get("peft_config") is not None
         self.rewards = RewardGuard(strict=strict)
         self.reward_funcs = self.rewards.wrap_all(self.reward_funcs, self.reward_func_names)
-        bare = self.accelerator.unwrap_model(self.model)
-        if hasattr(bare, "get_base_model"):
-            bare = bare.get_base_model()
-        is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        self._passes = ChannelForward(
-            bare, may_use_head=not (is_sharded or self.args.cast_lm_head_to_fp32)
-        )
-        self._has_new_adapter = kwargs.get("peft_config") is not None
+        self._begin_counting()
         self._rollouts: tuple[Any, Any] = ([], [])
-        #: Tokens trained on in all channels, and what tells the policy's version at a rollout.
-        self.tokens_trained = 0
         self.policy_clock: Callable[[], int] = lambda: int(self.state.global_step)
         self.policy_version = 0
-        limit = getattr(bare.config.get_text_config(), "max_position_embeddings", None)
-        encoder = PromptEncoder(
-            self._tokenizer, self.tools or (), self.chat_template, self.chat_template_kwargs
-        )
-        self.prompts_skipped = 0
-        if self.environment_factories is None:
-            longest = None if limit is None else limit - self.max_completion_length
-            self.train_dataset, skipped = fitting_rows(self.train_dataset, encoder, longest)
-            self.eval_dataset, skipped_too = fitting_sets(self.eval_dataset, encoder, longest)
-            self.prompts_skipped = skipped + skipped_too
+        bare = bare_model(self)
+        self._passes = make_passes(self, bare)
+        limit, encoder = context_limit(bare), prompt_encoder(self)
+        self._prompts = make_prompt_filter(self, encoder, limit)
+        self.train_dataset = self._prompts.fitting(self.train_dataset)
+        self.eval_dataset = self._prompts.fitting(self.eval_dataset)
         self._hints = find_hints(self, encoder, limit, hint_generator)
         self._replay = make_replay(
             self,
@@ -199,6 +186,21 @@ class ComposerReplicationTrainer(_GRPOTrainer):  # type: ignore[misc]  # or its 
     def taid_t(self, value: float) -> None:
         self._sdpo_options = replace(self._sdpo_options, taid_t=value)
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """See ``transformers.Trainer``; a data set given here is checked as the constructor's is.
+
+        Raises:
+            ConfigError: the data set cannot be used.
+        """
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self._prompts.fitting(eval_dataset)
+        return super().get_eval_dataloader(eval_dataset)
+
+    @property
+    def prompts_skipped(self) -> int:
+        """Prompts that leave no room for a completion, in all data sets so far."""
+        return self._prompts.skipped
+
     # -- before training -----------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
@@ -207,6 +209,7 @@ class ComposerReplicationTrainer(_GRPOTrainer):  # type: ignore[misc]  # or its 
         The reference policy of channel 3 is the model as it is now, before a checkpoint, an outer
         loop or a step changes it; what a checkpoint to resume from knows of it goes first.
         """
+        self._micro_batches_done = 0
         if self._replay is not None:
             if resume_from_checkpoint:
                 found = checkpoint_folder(resume_from_checkpoint, self.args.output_dir)
@@ -244,6 +247,7 @@ class ComposerReplicationTrainer(_GRPOTrainer):  # type: ignore[misc]  # or its 
         rewards: torch.Tensor = super()._calculate_rewards(
             inputs, prompts, completions, completion_ids_list
         )
+        self.rewards.check_models(rewards, self.reward_funcs, self.reward_func_names)
         return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -255,20 +259,27 @@ class ComposerReplicationTrainer(_GRPOTrainer):  # type: ignore[misc]  # or its 
             added = rollout_tensors(self._hints, inputs, *self._rollouts, batch)
             if self.model.training:
                 self._figures.skip("sdpo", self._hints.skipped)
-            # Like TRL's num_items_in_batch: over all processes, and all micro-batches made of this.
-            added[NUM_ITEMS] = self.accelerator.gather(added[LOSS_MASK].sum()).sum()
+            if not self.model.training:  # Else a step's tokens are known once they are shuffled.
+                added[NUM_ITEMS] = self.accelerator.gather(added[LOSS_MASK].sum()).sum().clamp(1)
             batch.update(added)
         return batch
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)
-        if self._replay is None or not self.model.training:
+        if not self.model.training:
             return inputs
-        pairs = self._replay.next_batch(
-            self.state.global_step, self._micro_batches, self.accelerator.device
-        )
         # TRL buffers its dictionary and hands it out again in the next iteration.
-        return {**inputs, **pairs}
+        inputs = dict(inputs)
+        done, size = self._micro_batches_done, self._micro_batches
+        if self._hints is not None:
+            index = self._step % self.args.steps_per_generation
+            inputs[NUM_ITEMS] = self._step_tokens.of(self._buffered_inputs, index, done, size)
+        if self._replay is not None:
+            # A resumed trainer draws what it would have drawn.
+            number = self.state.global_step * self.args.gradient_accumulation_steps + done
+            inputs |= self._replay.batch(number, self.accelerator.device)
+        self._micro_batches_done = (done + 1) % size
+        return inputs
 
     # -- the loss ------------------------------------------------------------------------------
 
@@ -288,9 +299,8 @@ class ComposerReplicationTrainer(_GRPOTrainer):  # type: ignore[misc]  # or its 
     def _compute_sdpo_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """Channel 2 of a micro-batch, not weighted: its part of the accumulated step's mean.
 
-        The mean is over a step's share of all hinted tokens of its generation batch, as TRL's
-        default loss is over all tokens: how they fall into micro-batches makes no difference. Where
-        several steps share a generation batch, one with more hinted tokens weighs more.
+        The mean is over the hinted tokens of the step, in all its micro-batches and processes: how
+        they fall into these makes no difference to the gradient.
         """
         found = self._distill(model, inputs)
         loss, active = self._count("sdpo", found)
@@ -303,33 +313,19 @@ class ComposerReplicationTrainer(_GRPOTrainer):  # type: ignore[misc]  # or its 
 
     def _distill(self, model: nn.Module, inputs: dict[str, Any]) -> ChannelLoss:
         several = self.accelerator.num_processes > 1
-        mask = inputs.get(LOSS_MASK)
-        if mask is None:
-            return idle("the batch has no sdpo_loss_mask", like=inputs["completion_ids"])
+        has_keys(inputs, NUM_ITEMS)
         turns = paired_turns(inputs, self._tokenizer.pad_token_id, at_least_one=several)
         if turns is None:
-            return idle("no rollout with a hint", like=mask)
-        num_items = inputs[NUM_ITEMS].clamp(min=1) / self.accelerator.num_processes
-        if self.model.training:
-            num_items = num_items * self._micro_batches / self.args.steps_per_generation
-        return self._passes.distill(model, *turns, self._sdpo_options, num_items=num_items)
+            return idle(_NO_HINT, like=inputs[LOSS_MASK])
+        # The processes' gradients are averaged, so each divides its sum by its share.
+        num_items = inputs[NUM_ITEMS] / self.accelerator.num_processes
+        found = self._passes.distill(model, *turns, self._sdpo_options, num_items=num_items)
+        # The row that stood in for a hinted one was not left out.
+        return found if found.active else replace(found, idle=_NO_HINT, skipped=0)
 
     def _compute_trace_replay_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """Channel 3 of a micro-batch, not weighted: its part of the accumulated step's mean."""
-        sides = ("chosen", "rejected")
-        ids = torch.cat([inputs[f"dpo_{side}_input_ids"] for side in sides])
-        mask = torch.cat([inputs[f"dpo_{side}_response_mask"] for side in sides])
-        logprobs, mask = self._passes.response_logprobs(model, ids, mask)
-        (chosen, rejected), (chosen_mask, rejected_mask) = logprobs.chunk(2), mask.chunk(2)
-        found = replay_loss(
-            chosen,
-            chosen_mask,
-            rejected,
-            rejected_mask,
-            self._replay_options,
-            ref_chosen_logprobs=inputs.get("dpo_chosen_ref_logprobs"),
-            ref_rejected_logprobs=inputs.get("dpo_rejected_ref_logprobs"),
-        )
+        found = self._passes.replay(model, inputs, self._replay_options)
         self._count("replay", found)
         return found.loss / self._micro_batches
 
@@ -339,31 +335,12 @@ class ComposerReplicationTrainer(_GRPOTrainer):  # type: ignore[misc]  # or its 
         """Log-probability of each sequence's response, summed over its tokens: (B,)."""
         return masked_sum(*self._passes.response_logprobs(model, input_ids, response_mask))
 
-    @property
-    def _micro_batches(self) -> int:
-        """What a mean over a micro-batch is divided by: TRL has switched HF's own scaling off."""
-        return self.current_gradient_accumulation_steps if self.model.training else 1
-
     # -- logs and checkpoints ------------------------------------------------------------------
-
-    @property
-    def _mode(self) -> Mode:
-        return "train" if self.model.training else "eval"
-
-    def _count(self, channel: str, found: ChannelLoss) -> tuple[float, int]:
-        if self.model.training:
-            self.tokens_trained += found.tokens
-        return self._figures.add(channel, found, self._mode)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log TRL's figures and the channels'."""
-        for name, value in self._figures.take(self._mode).items():
-            self._metrics[self._mode][f"composer/{name}"].append(value)
-        if self.model.training:
-            for activity in self.activity.values():
-                logs.update(activity.end_window())
-            if self.taid_t is not None:
-                logs["composer/sdpo/taid_t"] = self.taid_t
+        if self.model.training and self.taid_t is not None:
+            logs["composer/sdpo/taid_t"] = self.taid_t
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

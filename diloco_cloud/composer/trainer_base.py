@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,8 +14,10 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from diloco_cloud.composer.channels import ReplayOptions
 from diloco_cloud.composer.encoding import PromptEncoder
+from diloco_cloud.composer.forward import ChannelForward
 from diloco_cloud.composer.hints import dispatch
-from diloco_cloud.composer.prompt_rows import bring_hints
+from diloco_cloud.composer.losses.checks import channel_weight, count
+from diloco_cloud.composer.prompt_rows import PromptFilter, bring_hints
 from diloco_cloud.composer.replay import Replay
 from diloco_cloud.composer.teacher_context import HintGenerator, Hints
 from diloco_cloud.errors import ConfigError, MissingDependencyError
@@ -41,21 +42,74 @@ def grpo_trainer() -> Any:
     return GRPOTrainer
 
 
-def check_arguments(arguments: Mapping[str, Any], **weights: float) -> None:
-    """Refuse weights below 0, and the argument that GRPOTrainer hasn't.
+def check_arguments(
+    arguments: Mapping[str, Any],
+    *,
+    weights: Mapping[str, float],
+    counts: Mapping[str, int | None],
+    hint_generator: Any,
+) -> None:
+    """Refuse what no channel could work with, and the argument that GRPOTrainer hasn't.
+
+    Args:
+        arguments: for GRPOTrainer.
+        weights: of the channels, by keyword.
+        counts: whole numbers above 0, by keyword; None where one is left to the trainer.
+        hint_generator: a function, or None.
 
     Raises:
         ConfigError: see above.
     """
     for name, weight in weights.items():
-        if not 0 <= weight < math.inf:
-            raise ConfigError(f"{name} is {weight!r}", fix="A weight is at least 0; 0 is off.")
+        channel_weight(weight, name)
+    for name, number in counts.items():
+        if number is not None:
+            count(number, name)
+    if hint_generator is not None and not callable(hint_generator):
+        raise ConfigError(
+            f"hint_generator is {hint_generator!r}, which is no function",
+            fix="Give a function of (error_kind, error_meta) that returns a hint or None.",
+        )
     if "data_collator" in arguments:
         raise ConfigError(
             "GRPOTrainer has no data_collator: it makes its batches from rollouts",
             fix="Give hints as columns of train_dataset (hint, or error_kind and error_meta), and "
             "preference pairs as dpo_pairs.",
         )
+
+
+def bare_model(trainer: Any) -> Any:
+    """The model without what accelerate and peft put around it."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def context_limit(model: Any) -> int | None:
+    """Tokens of a bare model's context; None where it has no limit."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def make_passes(trainer: Any, model: Any) -> ChannelForward:
+    """Runs a bare model for channels 2 and 3, without (B, T, V) where the head can be taken off."""
+    is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+    return ChannelForward(model, may_use_head=not (is_sharded or trainer.args.cast_lm_head_to_fp32))
+
+
+def prompt_encoder(trainer: Any) -> PromptEncoder:
+    """Writes prompts as the rollouts' are."""
+    return PromptEncoder(
+        trainer._tokenizer,
+        trainer.tools or (),
+        trainer.chat_template,
+        trainer.chat_template_kwargs,
+    )
+
+
+def make_prompt_filter(trainer: Any, encoder: PromptEncoder, limit: int | None) -> PromptFilter:
+    """Leaves out prompts after which a context of ``limit`` tokens has no room for a completion."""
+    longest = None if limit is None else limit - (trainer.max_completion_length or 1)
+    has_prompts = trainer.environment_factories is None  # else the environments write them
+    return PromptFilter(encoder, longest, is_on=has_prompts)
 
 
 def find_hints(
@@ -75,7 +129,13 @@ def find_hints(
     if not trainer.alpha_sdpo:
         return None
     from_errors = generator is not None and bool(trainer.tools)
-    hints = Hints(encoder, generator or _dispatch, limit, reads_tool_errors=from_errors)
+    hints = Hints(
+        encoder,
+        generator or _dispatch,
+        limit,
+        reads_tool_errors=from_errors,
+        environments={} if trainer.environment_factories is None else trainer._env_tools,
+    )
     # Also where environments write the prompts: the rows they are reset by are the rollouts' rows.
     from_rows = bring_hints(trainer.train_dataset, hints)
     if not (from_rows or from_errors or trainer.rollout_func is not None):
@@ -125,14 +185,9 @@ def make_replay(
         )
     return Replay(
         pairs,
-        PromptEncoder(
-            trainer._tokenizer,
-            trainer.tools or (),
-            trainer.chat_template,
-            trainer.chat_template_kwargs,
-        ),
+        prompt_encoder(trainer),
         max_length=max_length,
-        batch_size=batch_size or trainer.args.per_device_train_batch_size,
+        batch_size=(trainer.args.per_device_train_batch_size if batch_size is None else batch_size),
         seed=trainer.args.seed,
         needs_reference=options.variant == "dpo",
         process=trainer.accelerator.process_index,

@@ -44,6 +44,19 @@ def newer_snapshots(store: ObjectStore, round_: int) -> int:
     return sum(number is not None and number > round_ for number in numbers)
 
 
+def may_be_deleted(store: ObjectStore, round_: int) -> bool:
+    """Whether what is missing of a round may have been deleted, now that nobody needs it.
+
+    A round goes once there is a snapshot of a state that includes it; in a run without snapshots,
+    once the next one is decided. Objects go one by one, so the decision may be there yet. Asked
+    after something was found missing, and before whether the decision is there: then one of the two
+    tells.
+    """
+    if newer_snapshots(store, round_):
+        return True
+    return any(keys.is_commit(info.key) for info in store.list(keys.round_prefix(round_ + 1)))
+
+
 def raise_if_superseded(rank: int, attempt: int, newest: int) -> None:
     """Raise ``ExchangeError`` in a life whose rank has a newer one."""
     if newest > attempt:

@@ -17,12 +17,14 @@ def in_background(work: Callable[[], T], name: str) -> Future[T]:
     end, as an executor's threads would.
     """
     future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=_run, args=(future, work), name=name, daemon=True).start()
     return future
+
+
+def _run(future: Future[T], work: Callable[[], T]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
+        # Or the error's traceback would keep all of this, and itself, in memory.
+        del future, work

@@ -113,6 +113,11 @@ class Commit:
         """Why a rank's work was left out; None if it was not."""
         return next((one for one in self.excluded if one.rank == rank), None)
 
+    def averages(self, rank: int, attempt: int) -> bool:
+        """Whether this life's work is in the mean."""
+        lives = ((one.rank, one.attempt) for one in self.contributors)
+        return self.decision == "commit" and (rank, attempt) in lives
+
     def includes(self, rank: int, attempt: int) -> bool:
         """Whether this life's work was looked at: averaged, or left out for good."""
         return any((one.rank, one.attempt) == (rank, attempt) for one in self.contributors) or any(

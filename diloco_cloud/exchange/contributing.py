@@ -21,17 +21,19 @@ from diloco_cloud.errors import (
 from diloco_cloud.exchange.buffers import ChunkedBytes
 from diloco_cloud.exchange.codecs import get_codec
 from diloco_cloud.exchange.codecs.base import Codec
-from diloco_cloud.exchange.codecs.chunks import Chunks, encode, settle
+from diloco_cloud.exchange.codecs.chunks import Chunks, encode
 from diloco_cloud.exchange.codecs.feedback import Feedback
 from diloco_cloud.exchange.contribution import RAW, Header, checksums, digest
-from diloco_cloud.exchange.following import first_chunk_bytes, kind_of
+from diloco_cloud.exchange.following import SHARDED_FROM_BYTES, first_chunk_bytes, kind_of
 from diloco_cloud.exchange.host import to_host
 from diloco_cloud.exchange.layout import TensorLayout, all_finite, l2_norm
 from diloco_cloud.exchange.links import LinkMeter
 from diloco_cloud.exchange.merging import directions
 from diloco_cloud.exchange.payloads import OwnPayload, read_header
 from diloco_cloud.exchange.prediction import Plan
+from diloco_cloud.exchange.processors import ProcessorMeter
 from diloco_cloud.exchange.reduction import Destination, memory_for
+from diloco_cloud.exchange.residuals import Owed, Residuals, Settlement, SettlingBytes
 from diloco_cloud.exchange.signing import UNSIGNED, Signer
 from diloco_cloud.exchange.upload import PARALLEL_WRITES, open_contribution, send_chunks
 from diloco_cloud.exchange.work import Work
@@ -70,6 +72,13 @@ class Packed:
         payload, into = memory_for(self.layout, chunk_bytes or self.own.header.chunk_bytes)
         return self.layout.unpack(payload), into
 
+    def settling(self, into: Destination, settlement: Settlement | None) -> Destination:
+        """``into``, where a chunk that takes the place of the tensors' is settled before."""
+        if settlement is None or into[1] is not self.own.raw:
+            return into
+        views = self.layout.views(self.tensors)
+        return into[0], SettlingBytes(views, self.own.header.chunk_bytes, settlement)
+
 
 @dataclass
 class Contributing:
@@ -84,6 +93,10 @@ class Contributing:
         merge: "mean", or "rda": directions are sent, and how long the tensors were.
         chunk_bytes: of the tensors, in one chunk; None: as planned, or by their size.
         meter: knows this replica's link, which its contributions tell of.
+        processor: knows how fast it encodes and averages, likewise.
+        overwrites_from: bytes of tensors in one object whose place the means may take. Smaller ones
+            are as they were after an error.
+        residuals: what its codec has left unsent.
     """
 
     store: ObjectStore
@@ -96,7 +109,9 @@ class Contributing:
     merge: str = "mean"
     chunk_bytes: int | None = None
     meter: LinkMeter | None = None
-    _feedback: dict[int, Feedback] = field(default_factory=dict, init=False)
+    processor: ProcessorMeter = field(default_factory=ProcessorMeter)
+    overwrites_from: int = SHARDED_FROM_BYTES
+    residuals: Residuals = field(default_factory=Residuals, init=False)
 
     # -- packing -------------------------------------------------------------------------------
 
@@ -126,23 +141,24 @@ class Contributing:
             plan: of the round, where one was decided.
             averaged_plainly: tensors that are no directions where the others are; None: none.
         """
-        host = to_host(tensors)
-        norm = l2_norm(host)
-        norms: tuple[float, ...] = ()
-        # A norm can overflow where all elements are finite.
-        finite = math.isfinite(norm) or all(map(all_finite, host))
-        if self.merge == "rda":
-            host, norms = directions(host, averaged_plainly or [False] * len(host))
-        layout = TensorLayout.of(host, names)
-        views = layout.views(host)
-        size = self._chunk_bytes(layout.nbytes, plan)
-        raw, codec = ChunkedBytes(views, size), self._codec
-        encoded: list[memoryview] | None = None
-        if codec is None:
-            sums = checksums(views, size, self.signer)
-        else:
-            encoded = self._encode(codec, fragment, Chunks(layout, size), raw)
-            sums = "".join(map(self.signer.checksum, encoded))
+        with self.processor.encoding(sum(tensor.nbytes for tensor in tensors)):
+            host = to_host(tensors)
+            norm = l2_norm(host)
+            norms: tuple[float, ...] = ()
+            # A norm can overflow where all elements are finite.
+            finite = math.isfinite(norm) or all(map(all_finite, host))
+            if self.merge == "rda":
+                host, norms = directions(host, averaged_plainly or [False] * len(host))
+            layout = TensorLayout.of(host, names)
+            views = layout.views(host)
+            size = self._chunk_bytes(layout.nbytes, plan)
+            raw, codec = ChunkedBytes(views, size), self._codec
+            encoded: list[memoryview] | None = None
+            if codec is None:
+                sums = checksums(views, size, self.signer)
+            else:
+                encoded = self._encode(codec, fragment, Chunks(layout, size), raw)
+                sums = "".join(map(self.signer.checksum, encoded))
         header = Header(
             kind="contribution",
             run=self.run,
@@ -161,55 +177,79 @@ class Contributing:
             chunk_bytes=size,
             checksums=sums,
             **self._dealt(layout.nbytes, size, contributors, reducers, plan),
-            **self._link(),
+            **self._measured(),
             **vars(work),
         ).sign(self.signer)
-        return Packed(OwnPayload(header, raw, encoded), layout, host)
+        needed = codec is not None and codec.decay is not None
+        return Packed(OwnPayload(header, raw, encoded, needed=needed), layout, host)
 
     def _chunk_bytes(self, nbytes: int, plan: Plan | None) -> int:
         if self.chunk_bytes is not None:
             return self.chunk_bytes
         return first_chunk_bytes(nbytes) if plan is None else plan.chunk_bytes
 
-    def _link(self) -> dict[str, Any]:
+    def end_round(self) -> None:
+        """Let what was measured so far count for less."""
+        self.processor.end_round()
+        if self.meter is not None:
+            self.meter.end_round()
+
+    def _measured(self) -> dict[str, Any]:
+        """What this replica's link and processors have shown so far."""
+        encode_rate, decode_rate = self.processor.rates
+        found: dict[str, Any] = {"encode_rate": encode_rate, "decode_rate": decode_rate}
         link = None if self.meter is None else self.meter.link
-        if link is None:
-            return {}
-        return {"up": float(link.up), "down": float(link.down), "latency": link.latency}
+        if link is not None:
+            found |= {"up": float(link.up), "down": float(link.down), "latency": link.latency}
+        return found
 
     @property
     def _codec(self) -> Codec | None:
         return None if self.codec in (RAW, "fp32") else get_codec(self.codec)
 
-    @property
-    def keeps_tensors(self) -> bool:
-        """Whether the tensors are needed as they are now until the round is over."""
-        codec = self._codec
-        # What an exact codec makes of a chunk may be the chunk's own memory.
-        return codec is not None and (codec.decay is not None or codec.exact)
+    def may_overwrite(self, packed: Packed) -> bool:
+        """Whether the round's means may take the place of the tensors, chunk by chunk."""
+        codec, spread = self._codec, packed.own.header.spread
+        if not spread and packed.layout.nbytes < self.overwrites_from:
+            return False
+        if codec is None:
+            return True
+        # What an exact codec makes of a chunk may be the chunk's own memory. And chunks that are
+        # sent one by one are averaged before it is known whether the round has this contribution.
+        return not codec.exact and (codec.decay is None or not spread)
 
     def _encode(
         self, codec: Codec, fragment: int, chunks: Chunks, raw: ChunkedBytes
     ) -> list[memoryview]:
         feedback = None
         if codec.decay is not None:
-            feedback = self._feedback.get(fragment)
-            if feedback is None or len(feedback.residual) != chunks.layout.numel:
-                feedback = self._feedback[fragment] = Feedback(chunks.layout.numel, codec.decay)
+            feedback = self.residuals.of(fragment, chunks.layout.numel, codec.decay)
         with ThreadPoolExecutor(_ENCODERS, "diloco-encode") as pool:
             return encode(codec, chunks, raw.read, feedback, pool)
 
-    def settle(self, packed: Packed) -> None:
-        """Note that a round's mean has this contribution: what it left unsent goes into the next.
+    def settlement(self, packed: Packed, feedback: Feedback | None = None) -> Settlement | None:
+        """What notes that a mean has this contribution; None where nothing is left unsent.
 
         Args:
             packed: with the tensors unchanged.
+            feedback: in which it is noted; None: in this replica's.
         """
         codec, own = self._codec, packed.own
-        feedback = self._feedback.get(own.header.fragment)
-        if codec is not None and own.encoded is not None and feedback is not None:
-            chunks = Chunks(packed.layout, own.header.chunk_bytes)
-            settle(codec, chunks, own.raw.read, own.encoded, feedback)
+        kept = self.residuals.get(own.header.fragment)
+        if codec is None or codec.decay is None or own.encoded is None or kept is None:
+            return None
+        chunks = Chunks(packed.layout, own.header.chunk_bytes)
+        return Settlement(codec, chunks, own.raw, own.encoded, feedback or kept)
+
+    def owed(self, packed: Packed) -> Owed:
+        """What is unsent while ``packed`` is under way."""
+        kept = self.residuals.get(packed.own.header.fragment)
+        after = None if kept is None else kept.copy()
+        settlement = self.settlement(packed, after)
+        if settlement is None or after is None:
+            return Owed(self.residuals.tensors(), None)
+        settlement.settle_all()
+        return Owed(self.residuals.tensors(), after.residual)
 
     def _dealt(
         self, nbytes: int, chunk_bytes: int, contributors: int, reducers: int, plan: Plan | None

@@ -71,6 +71,8 @@ class Header:
         norms: of each tensor, where tensors are sent as directions (:mod:`.merging`).
         up, down: bytes per second that this replica has seen cross its link; 0 if unknown.
         latency: seconds of a small request; 0 if unknown.
+        encode_rate, decode_rate: bytes of tensors per second that this replica has encoded, and
+            added to means (:mod:`.processors`); 0 if unknown.
         chunk_bytes: bytes of the tensors in each chunk (the last one may be shorter).
         checksums: of each chunk, :data:`~.signing.CHECKSUM_CHARS` hex characters long, joined.
         mac: over all the rest, where the run is signed.
@@ -104,6 +106,8 @@ class Header:
     up: float = 0.0
     down: float = 0.0
     latency: float = 0.0
+    encode_rate: float = 0.0
+    decode_rate: float = 0.0
     chunk_bytes: int = CHUNK_BYTES
     checksums: str = ""
     mac: str = ""
@@ -141,7 +145,8 @@ class Header:
 
     def encode(self) -> bytes:
         """The header's bytes, exactly :attr:`size` long."""
-        text = json.dumps(vars(self), separators=(",", ":")).encode()
+        values = {k: v for k, v in vars(self).items() if v or k not in _OPTIONAL}
+        text = json.dumps(values, separators=(",", ":")).encode()
         room = self.size - len(MAGIC) - 4
         if len(text) > room:
             raise ValueError(f"header of {len(text)} bytes does not fit {room}")
@@ -213,10 +218,20 @@ _FIELDS: Final[dict[str, Callable[[Any], Any]]] = {
     "up": wire.magnitude,
     "down": wire.magnitude,
     "latency": wire.magnitude,
+    "encode_rate": wire.magnitude,
+    "decode_rate": wire.magnitude,
     "chunk_bytes": chunk_size,
     "checksums": wire.text,
     "mac": wire.text,
 }
+
+
+#: Not written where they are 0; headers of earlier versions are without them.
+_OPTIONAL: Final = frozenset({"encode_rate", "decode_rate"})
+
+
+def _header(values: Any) -> Header:
+    return Header(**wire.fields(values, _FIELDS, _OPTIONAL))
 
 
 def header_size(nbytes: int, chunk_bytes: int = CHUNK_BYTES, norms: int = 0) -> int:
@@ -263,7 +278,7 @@ def decode(data: bytes | memoryview, key: str) -> Header:
     end = encoded_size(data)
     if data[:8] != MAGIC or end > len(data):
         raise CorruptContributionError(f"{key}: not a contribution of this version")
-    header = wire.parse(data[12:end], key, lambda values: Header(**wire.fields(values, _FIELDS)))
+    header = wire.parse(data[12:end], key, _header)
     if header.carried > header.tokens:
         raise CorruptContributionError(f"{key}: carries more tokens than it has")
     if header.size < end or len(header.checksums) != CHECKSUM_CHARS * header.chunks:

@@ -15,6 +15,7 @@ from diloco_cloud.exchange.contribution import RAW, Header
 from diloco_cloud.exchange.links import Link
 from diloco_cloud.exchange.planning import candidates, choose
 from diloco_cloud.exchange.prediction import Job, Kind, Plan
+from diloco_cloud.exchange.processors import Rates
 
 _MB: Final = 2**20
 #: Bits of a parameter that is not encoded.
@@ -101,12 +102,16 @@ def _job(headers: Sequence[Header]) -> Job:
     encoded = sum(sum(header.sizes) if header.sizes else header.nbytes for header in headers)
     ratio = sum(header.nbytes for header in headers) / max(encoded, 1)
     sums = sums_of(first.codec)
+    claims = [(header.encode_rate, header.decode_rate) for header in headers]
+    rates = Rates.claimed(claims, first.codec)
     volunteers = min([_MOST_VOLUNTEERS, *(header.volunteers for header in headers)])
     return Job(
         nbytes=first.nbytes,
         contributors=len(headers),
         put_ratio=min(max(ratio, _LEAST_RATIO), _LARGEST_RATIO),
         sum_ratio=RAW_BITS / _bits(sums),
+        encode_rate=rates.encode,
+        decode_rate=rates.decode,
         reducers=(_VOLUNTEER,) * volunteers,
     )
 

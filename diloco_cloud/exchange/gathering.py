@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from threading import Semaphore
+from typing import Any
 
 import torch
 
@@ -69,7 +71,9 @@ class Gathering:
     _arrived: dict[int, set[tuple[int, int]]] = field(default_factory=dict, init=False)
     _parts: dict[int, dict[int, Future[torch.Tensor]]] = field(default_factory=dict, init=False)
     _there: dict[int, int] = field(default_factory=dict, init=False)
-    _under_way: dict[Future[torch.Tensor], int] = field(default_factory=dict, init=False)
+    _under_way: dict[Future[None], int] = field(default_factory=dict, init=False)
+    #: Means that were read are decoded by few at a time: what they become is larger.
+    _decoders: Semaphore = field(default_factory=lambda: Semaphore(_WINDOW), init=False)
     _period_s: float = field(default=_SHORTEST_S, init=False)
     _looked_at: float | None = field(default=None, init=False)
     _progress_at: float = field(init=False)
@@ -178,10 +182,10 @@ class Gathering:
                 del self._parts[chunk]
                 self._under_way[means.submit(self._average, chunk, in_order)] = chunk
 
-    def _average(self, chunk: int, parts: list[Future[torch.Tensor]]) -> torch.Tensor:
+    def _average(self, chunk: int, parts: list[Future[torch.Tensor]]) -> None:
         # A part that has been added is let go of at once.
         in_order = (parts.pop(0).result() for _ in range(len(parts)))
-        return self.sums.make(chunk, in_order, final=not self.ahead)
+        self._put(chunk, self.sums.make(chunk, in_order, final=not self.ahead))
 
     def _begin_reading(self, reads: ThreadPoolExecutor) -> None:
         """Read means, as far as that does not keep parts waiting."""
@@ -189,14 +193,27 @@ class Gathering:
         room = self.payloads.parallel - len(self._under_way) - len(self._parts_under_way)
         for chunk, size in self._there.items():
             if room > 0 and chunk in self._todo and chunk not in busy:
-                self._under_way[reads.submit(self.sums.read, chunk, size)] = chunk
+                self._under_way[reads.submit(self._read, chunk, size)] = chunk
                 room -= 1
+
+    def _read(self, chunk: int, size: int) -> None:
+        body = self.sums.body(chunk, size)
+        with self._decoders:
+            self._put(chunk, self.sums.means.from_sum(chunk, body))
+
+    def _put(self, chunk: int, mean: torch.Tensor) -> None:
+        """Put a mean in its place, in the thread that has it: no chunk is done by two at once."""
+        own = self.payloads.own
+        if own is not None and own.raw is self.into:
+            own.overwritten.add(chunk)
+        with self.payloads.processor.decoding():
+            self.into.write(chunk, mean)
 
     # -- what comes of it ----------------------------------------------------------------------
 
     def _await(self) -> None:
         """Take in what is ready; where nothing is under way, pause, or do what others should."""
-        waiting = [*self._under_way, *self._parts_under_way]
+        waiting: list[Future[Any]] = [*self._under_way, *self._parts_under_way]
         if waiting:
             done, _ = wait(waiting, timeout=self._period_s, return_when=FIRST_COMPLETED)
             for future in done & self._under_way.keys():
@@ -210,20 +227,16 @@ class Gathering:
             part for parts in self._parts.values() for part in parts.values() if not part.done()
         ]
 
-    def _take_in(self, future: Future[torch.Tensor]) -> None:
+    def _take_in(self, future: Future[None]) -> None:
         chunk = self._under_way.pop(future)
         try:
-            mean = future.result()
+            future.result()
         except CorruptContributionError as error:
             if self.ahead:
                 raise
             # What is stored is no mean of this commit, which pins what is.
             logger.warning("%s; averaging it here", error.message)
-            mean = self.sums.compute(chunk, self._read_parts(chunk))
-        own = self.payloads.own
-        if own is not None and own.raw is self.into:
-            own.overwritten.add(chunk)
-        self.into.write(chunk, mean)
+            self._put(chunk, self.sums.compute(chunk, self._read_parts(chunk)))
         self._todo.discard(chunk)
         self._parts.pop(chunk, None)  # Somebody else may have been faster.
         self._progress_at = self._watch.clock.now()

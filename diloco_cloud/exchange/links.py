@@ -67,8 +67,8 @@ UNKNOWN: Final = Link.of(65e6, 65e6, 0.08)
 
 
 @dataclass
-class _Way:
-    """Traffic in one direction: bytes moved, and seconds in which any transfer was under way."""
+class Span:
+    """Work of one kind: bytes moved, and seconds in which any of it was under way."""
 
     nbytes: float = 0.0
     busy_s: float = 0.0
@@ -76,22 +76,34 @@ class _Way:
     since: float = 0.0
 
     def begin(self, now: float) -> None:
+        """Note that a piece of it begins."""
         if self.active == 0:
             self.since = now
         self.active += 1
 
     def end(self, now: float, nbytes: int, latency: float) -> None:
+        """Note that a piece of it ends.
+
+        Args:
+            now: seconds.
+            nbytes: that it moved.
+            latency: seconds at the start of a span in which nothing moves.
+        """
         self.nbytes += nbytes
         self.active -= 1
         if self.active == 0:
             # Nothing moves until the first request of the span is answered. Counting that would
-            # charge the latency twice, here and where a plan is costed.
-            self.busy_s += max(0.0, now - self.since - latency)
+            # charge the latency twice, here and where a plan is costed. A span that is over before
+            # the shortest answer so far came shows that none of those told the latency.
+            elapsed = now - self.since
+            self.busy_s += elapsed - latency if elapsed > latency else elapsed
 
     def rate(self) -> float | None:
+        """Bytes per second; None where nothing was measured."""
         return self.nbytes / self.busy_s if self.busy_s > 0 and self.nbytes > 0 else None
 
     def fade(self, kept: float) -> None:
+        """Let what was measured so far count for less."""
         self.nbytes *= kept
         self.busy_s *= kept
 
@@ -112,8 +124,8 @@ class LinkMeter:
 
     now: Callable[[], float] = time.monotonic
     kept: float = 0.5
-    _up: _Way = field(default_factory=_Way, init=False)
-    _down: _Way = field(default_factory=_Way, init=False)
+    _up: Span = field(default_factory=Span, init=False)
+    _down: Span = field(default_factory=Span, init=False)
     _latency: float = field(default=math.inf, init=False)
     _latency_before: float = field(default=math.inf, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -157,7 +169,7 @@ class LinkMeter:
         return min(self._latency, self._latency_before)
 
     @contextmanager
-    def _transfer(self, way: _Way, nbytes: int) -> Iterator[None]:
+    def _transfer(self, way: Span, nbytes: int) -> Iterator[None]:
         if nbytes < SMALL_BYTES:
             asked = self.now()
             yield

@@ -34,6 +34,8 @@ Kind: TypeAlias = Literal["all-gather", "sharded", "reducers"]
 #: Answers that a decision waits for, one after the other: a contribution's header is written, the
 #: listing shows the last, the commit is created, a listing shows it, it is read.
 AGREEMENT_TRIPS: Final = 5
+#: Bytes of contributions that are read, checked and kept before the decision that names them.
+KEEP_BYTES: Final = 16 * 2**20
 #: Keys in one page of a listing.
 _PAGE: Final = 1000
 
@@ -67,7 +69,8 @@ class Job:
         sum_ratio: of a sum.
         encode_rate: raw bytes per second that one replica encodes and checksums, which comes first:
             the header that goes ahead names every chunk.
-        decode_rate: raw bytes per second that one replica decodes and adds.
+        decode_rate: raw bytes per second that one replica decodes and adds, of contributions, and
+            of means, whose encoding is in it.
         reducers: links of the volunteer reducers.
     """
 
@@ -189,6 +192,11 @@ def carry(nbytes: float, requests: int, rate: float, latency: float, parallel: i
     return max(requests * cycle / customers, latency + nbytes / rate)
 
 
+def overlapped(one: float, other: float, pieces: int) -> float:
+    """Seconds of two stages that go on at the same time, but for one of ``pieces`` equal pieces."""
+    return max(one, other) + min(one, other) / pieces
+
+
 @dataclass
 class _Traffic:
     up: float = 0.0
@@ -236,19 +244,21 @@ class _Model:
     def _gather_s(self) -> float:
         down = self._down_s(self._peers * self._put, self._peers * self._reads)
         decode = self._decode_s(self._job.contributors)
-        return self._up_s(self._put, 1) + self.agreement_s + max(down, decode)
+        # What is little is read and checked as a whole, before the decision that names it.
+        whole = self._peers * self._put <= KEEP_BYTES
+        taken = overlapped(down, decode, 1 if whole else self._reads)
+        return self._up_s(self._put, 1) + self.agreement_s + taken
 
     # -- streamed: once the header that goes ahead is there ------------------------------------
 
     def _sharded_s(self) -> float:
         own = min(1.0, self._most * self._part)
-        cpu = self._encode_s(own) + self._decode_s(1 + own * self._job.contributors)
+        cpu = self._decode_s(1 + own * self._job.contributors)
         up = self._up_s(self._put + own * self._sum, self._chunks + self._most)
         # With two, whoever owns least may have most to read.
         down = max(self._down_s(*self._sharded_down(n)) for n in (self._most, self._least))
         return max(
-            self._first_s + cpu,
-            self._first_s + down,
+            self._first_s + overlapped(down, cpu, self._most),
             self._up_s(self._put, self._chunks) + self._last_s(self._peers),
             up + self._take_s,
         )
@@ -270,7 +280,7 @@ class _Model:
             self._up_s(self._put, self._chunks) + chunk_s,
             self._first_s + chunk_s + self._down_s(self._sum, self._chunks),
             self._first_s + reads + self._make_s + self._take_s,
-            self._first_s + self._encode_s(share) + self._decode_s(share * n) + self._take_s,
+            self._first_s + self._decode_s(share * n) + self._take_s,
             self._first_s + writes + self._take_s,
         )
 
@@ -298,7 +308,7 @@ class _Model:
     @property
     def _make_s(self) -> float:
         """Reduce a chunk whose parts are here, and write the sum."""
-        work = self._decode_s(self._job.contributors * self._part) + self._encode_s(self._part)
+        work = self._decode_s((self._job.contributors + 1) * self._part)
         return work + self._near.latency + self._part * self._sum / self._near.up
 
     @property

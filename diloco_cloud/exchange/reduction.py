@@ -28,7 +28,7 @@ from diloco_cloud.exchange.gathering import Gathering
 from diloco_cloud.exchange.layout import TensorLayout, all_finite, byte_view
 from diloco_cloud.exchange.means import ChunkMeans
 from diloco_cloud.exchange.merging import rescale
-from diloco_cloud.exchange.payloads import Payloads, ahead, blocks_of
+from diloco_cloud.exchange.payloads import Payloads, ahead, reading_ahead
 from diloco_cloud.exchange.sums import NoMeanError, Sums
 from diloco_cloud.exchange.watch import Watch
 from diloco_cloud.exchange.work import RoundResult
@@ -83,7 +83,7 @@ class Reducer:
         self, *, ahead: bool = False, given_up: Callable[[], bool] = lambda: False
     ) -> Gathering:
         """What carries out the sharded plan; see there."""
-        means = ChunkMeans(self.commit, self.layout)
+        means = ChunkMeans(self.commit, self.layout, self.payloads.processor)
         return Gathering(
             commit=self.commit,
             payloads=self.payloads,
@@ -97,7 +97,8 @@ class Reducer:
 
     def _read_all(self) -> None:
         """Average every chunk here, reading ahead."""
-        commit, means = self.commit, ChunkMeans(self.commit, self.layout)
+        commit = self.commit
+        means = ChunkMeans(commit, self.layout, self.payloads.processor)
 
         def header(one: Contributor) -> Header:
             return self.payloads.header(commit, one)
@@ -107,12 +108,14 @@ class Reducer:
 
         parallel = self.payloads.parallel
         with ThreadPoolExecutor(parallel, "diloco-read") as pool:
-            blocks = blocks_of(list(pool.map(header, commit.contributors)))
-            pending = ahead(pool, read, blocks, commit.contributors, parallel)
+            headers = list(pool.map(header, commit.contributors))
+            blocks, window = reading_ahead(headers, parallel)
+            pending = ahead(pool, read, blocks, commit.contributors, window)
             for block in blocks:
                 found = [next(pending).result() for _ in commit.contributors]
                 for chunk, *parts in zip(block, *found, strict=True):
-                    self.into.write(chunk, means.mean(chunk, parts))
+                    means.write(chunk, parts, self.into)
+                del found, parts  # Before the next ones are waited for.
 
 
 def memory_for(layout: TensorLayout, chunk_bytes: int) -> tuple[torch.Tensor, ChunkedBytes]:

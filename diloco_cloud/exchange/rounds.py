@@ -23,9 +23,10 @@ from diloco_cloud.exchange.gathering import Gathering
 from diloco_cloud.exchange.history import History
 from diloco_cloud.exchange.layout import TensorLayout
 from diloco_cloud.exchange.links import LinkMeter
-from diloco_cloud.exchange.membership import Attendance, Membership
+from diloco_cloud.exchange.membership import Membership
 from diloco_cloud.exchange.payloads import PARALLEL_READS, Payloads, read_header
 from diloco_cloud.exchange.reduction import Destination, Reducer, memory_for, reduced
+from diloco_cloud.exchange.residuals import Owed
 from diloco_cloud.exchange.signing import UNSIGNED, Signer
 from diloco_cloud.exchange.speculation import Headers, Speculation
 from diloco_cloud.exchange.upload import PARALLEL_WRITES
@@ -63,6 +64,7 @@ class RoundExchange(Words):
         gives_up: whether waiting for others is to end, for a reason outside the exchange.
         history: the decisions that this replica has seen, or read from a snapshot.
         contributed: the newest round that this life has contributed to.
+        contributing: packs and sends.
     """
 
     store: ObjectStore
@@ -89,7 +91,7 @@ class RoundExchange(Words):
     membership: Membership = field(init=False)
     history: History = field(default_factory=History, init=False)
     contributed: int = field(default=-1, init=False)
-    _contributing: Contributing = field(init=False)
+    contributing: Contributing = field(init=False)
     #: How long the last decisions were waited for. The next is to be looked for from the shortest
     #: on: an event that comes before it is expected is noticed late.
     _waits: deque[float] = field(default_factory=lambda: deque(maxlen=3), init=False)
@@ -99,16 +101,8 @@ class RoundExchange(Words):
 
     def __post_init__(self) -> None:
         self.membership = Membership(self.world_size)
-        self._contributing = Contributing(
-            self.store, self.run, self.rank, self.attempt, self.signer
-        )
+        self.contributing = Contributing(self.store, self.run, self.rank, self.attempt, self.signer)
         self._opened_at = self.clock.now()
-
-    @property
-    def expected(self) -> list[int]:
-        """Ranks whose part the next round waits for, as far as is known before it."""
-        nobody = Attendance.of([], self.history.round, 0)
-        return sorted(self.membership.expected(nobody, self.history, {}, cold=False))
 
     def watch(self, stop: threading.Event | None = None) -> Watch:
         """A watch for a wait on peers, which :meth:`interrupt` ends."""
@@ -149,6 +143,7 @@ class RoundExchange(Words):
         names: Sequence[str] | None = None,
         averaged_plainly: Sequence[bool] | None = None,
         in_place: bool = False,
+        before_sending: Callable[[Owed], None] | None = None,
     ) -> RoundResult:
         """Contribute ``tensors`` to a round and return what was agreed.
 
@@ -161,8 +156,9 @@ class RoundExchange(Words):
             work: what they stand for.
             names: of the tensors; part of what replicas must agree on.
             averaged_plainly: for each tensor, whether :attr:`merge` makes no difference to it.
-            in_place: where ``tensors`` are sent chunk by chunk, the means may take their place,
-                which saves their size in memory; after an error some do.
+            in_place: the means may take the place of ``tensors``, which saves their size in memory;
+                after an error some do.
+            before_sending: told what is unsent meanwhile, for whoever has to store that first.
 
         Raises:
             MissedRoundError: the round was decided without them.
@@ -173,14 +169,15 @@ class RoundExchange(Words):
             ExchangeError: this rank has left the run, or the wait was interrupted.
             StoreError: the store failed beyond retrying.
         """
-        stop = self._stop
-        work = Work() if work is None else work
+        stop, work = self._stop, Work() if work is None else work
         began = self.clock.now()
         packed = self._pack(round_, fragment, tensors, work, names, averaged_plainly)
-        may_overwrite = packed.own.header.spread > 0 and not self._contributing.keeps_tensors
-        into = packed.destination(in_place=in_place and may_overwrite)
-        payloads = Payloads(self.store, packed.own, self.signer)
-        payloads.parallel = self._parallel(fragment, PARALLEL_READS)
+        if before_sending is not None:
+            before_sending(self.contributing.owed(packed))
+        into = packed.destination(in_place=in_place and self.contributing.may_overwrite(packed))
+        parallel = self.planned_parallel(fragment, PARALLEL_READS)
+        processor = self.contributing.processor
+        payloads = Payloads(self.store, packed.own, self.signer, parallel, processor)
         ahead = self._speculate(packed, payloads, into, stop)
         try:
             mine = self._send(packed, payloads)
@@ -201,10 +198,6 @@ class RoundExchange(Words):
             if ahead is not None:
                 ahead.stop()
         verdicts.raise_if_given_up(stop)
-        # What an earlier process of this life sent is nothing that this one left unsent.
-        sent = payloads.own is not None and commit.includes(self.rank, self.attempt)
-        if result.tensors is not None and sent:
-            self._contributing.settle(packed)
         grace_s = 0.0 if agreement.quorum_at is None else decided - agreement.quorum_at
         self._note(agreement, result, self.clock.now() - began - grace_s)
         return result
@@ -218,10 +211,13 @@ class RoundExchange(Words):
         *,
         names: Sequence[str] | None = None,
         averaged_plainly: Sequence[bool] | None = None,
+        after_sending: Callable[[Owed], None] | None = None,
     ) -> None:
         """Contribute as :meth:`exchange` does, and leave the decision to the others."""
         packed = self._pack(round_, fragment, tensors, work, names, averaged_plainly)
         self._send(packed, Payloads(self.store))
+        if after_sending is not None:
+            after_sending(self.contributing.owed(packed))
 
     def await_decision(self, round_: int, fragment: int, key: str) -> Commit:
         """Wait for the decision of a round that an earlier life of this rank contributed to.
@@ -260,7 +256,7 @@ class RoundExchange(Words):
         averaged_plainly: Sequence[bool] | None,
     ) -> Packed:
         verdicts.raise_if_finished(self.rank, round_, self.history)
-        contributing = self._contributing
+        contributing = self.contributing
         contributing.codec, contributing.reduction = self.codec, self.reduction
         contributing.merge = self.merge
         contributing.chunk_bytes, contributing.meter = self.chunk_bytes, self.meter
@@ -279,15 +275,11 @@ class RoundExchange(Words):
     def _send(self, packed: Packed, payloads: Payloads) -> Contributed:
         expected = self.expected
         place = expected.index(self.rank) if self.rank in expected else 0
-        parallel = self._parallel(packed.own.header.fragment, PARALLEL_WRITES)
-        own, same = self._contributing.send(packed, place, parallel)
+        parallel = self.planned_parallel(packed.own.header.fragment, PARALLEL_WRITES)
+        own, same = self.contributing.send(packed, place, parallel)
         if not same:
             payloads.own = None
         return Contributed(payloads, packed.layout, own, is_there=same is not None)
-
-    def _parallel(self, fragment: int, unplanned: int) -> int:
-        plan = self.history.plans.get(fragment)
-        return unplanned if plan is None else plan.parallel
 
     def _speculate(
         self, packed: Packed, payloads: Payloads, into: Destination, stop: threading.Event
@@ -371,6 +363,11 @@ class RoundExchange(Words):
         """What the decision comes to; what was averaged in expectation of it is taken over."""
         if commit.decision == "commit" and commit.chunk_bytes != packed.own.header.chunk_bytes:
             into = packed.destination(in_place=False, chunk_bytes=commit.chunk_bytes)
+        settlement, result = None, None
+        # What an earlier process of this life sent is nothing that this one left unsent.
+        if payloads.own is not None and commit.averages(self.rank, self.attempt):
+            settlement = self.contributing.settlement(packed)
+        into = packed.settling(into, settlement)
         reducer = self._reducer(commit, packed.layout, payloads, into, stop)
 
         def reduce() -> None:
@@ -378,11 +375,15 @@ class RoundExchange(Words):
                 reducer.reduce()
 
         try:
-            return reduced(commit, reduce, into[0])
+            return (result := reduced(commit, reduce, into[0]))
         except NotFoundError as error:
             if self.membership.is_strict:
                 raise
             raise MissedRoundError(f"round {commit.round} is over: {error.message}") from error
+        finally:
+            # Whatever goes wrong here, the round has it, unless nobody can apply its mean.
+            if settlement is not None and (result is None or result.tensors is not None):
+                settlement.settle_all()
 
     def _note(self, agreement: Agreement, result: RoundResult, exchange_s: float) -> None:
         """Take in a decision that this replica has a part in."""
@@ -395,6 +396,5 @@ class RoundExchange(Words):
                 agreement.seen, self.history, agreement.needed, round_s, exchange_s
             )
         self.history.note(commit, applied=result.tensors is not None)
-        if self.meter is not None:
-            self.meter.end_round()
+        self.contributing.end_round()
         self._opened_at = now

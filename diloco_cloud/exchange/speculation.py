@@ -64,6 +64,8 @@ class Speculation:
         self._over.set()
         if self._work is not None:
             self._work.exception()
+        # An error's traceback would keep this object, and with it the whole contribution.
+        self._work = self._gathering = None
 
     def comes_true(self, commit: Commit) -> bool:
         """Whether the means of this decision have been gathered; if so, waits for the last ones."""

@@ -10,7 +10,7 @@ import torch
 
 from diloco_cloud import keys
 from diloco_cloud.errors import AlreadyExistsError, CorruptContributionError, NotFoundError
-from diloco_cloud.exchange.agreement import newer_snapshots
+from diloco_cloud.exchange.agreement import may_be_deleted
 from diloco_cloud.exchange.buffers import as_tensor
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.contribution import RAW, Header, decode, encoded_size, header_size
@@ -84,10 +84,9 @@ class Sums:
             body = self.means.sum_body(chunk, parts)
         except (CorruptContributionError, NotFoundError) as error:
             if not final or (
-                isinstance(error, NotFoundError) and newer_snapshots(self.store, self.commit.round)
+                isinstance(error, NotFoundError) and may_be_deleted(self.store, self.commit.round)
             ):
                 raise  # Not damaged: the others are done with the round.
-            # Where there are no snapshots, a round is deleted as soon as the next one is decided.
             self.store.head(keys.commit(self.commit.round, self.commit.fragment))
             # Nobody can have this mean, unless it is there: whichever comes first stands.
             note = error.message[:_LONGEST_NOTE] or "damaged"
@@ -106,7 +105,11 @@ class Sums:
         return self.means.from_sum(chunk, as_tensor(self.means.sum_body(chunk, parts)))
 
     def read(self, chunk: int, size: int) -> torch.Tensor:
-        """A stored mean's bytes in the tensors' dtypes.
+        """A stored mean's bytes in the tensors' dtypes; arguments and errors as of :meth:`body`."""
+        return self.means.from_sum(chunk, self.body(chunk, size))
+
+    def body(self, chunk: int, size: int) -> torch.Tensor:
+        """A stored mean as it is stored (uint8).
 
         Args:
             chunk: its number.
@@ -136,7 +139,7 @@ class Sums:
         ) or not 0 < len(body) == header.payload_bytes:
             raise CorruptContributionError(f"{key}: not a mean of this round's commit")
         header.verify(0, body, key, self.signer)
-        return self.means.from_sum(chunk, as_tensor(body))
+        return as_tensor(body)
 
     def _key(self, chunk: int) -> str:
         return keys.sum_(self.commit.round, self.commit.fragment, self.name, chunk)

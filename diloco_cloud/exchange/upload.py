@@ -57,6 +57,8 @@ def send_chunks(
         # A process of this life may have sent it before; the header pins what it can be.
         with suppress(AlreadyExistsError):
             store.create(key, own.pieces(chunk))
+        if header.reducers or chunk % header.spread != place:  # Or this replica averages it.
+            own.release(chunk)
 
     with ThreadPoolExecutor(parallel, "diloco-send") as pool:
         list(pool.map(send, order))

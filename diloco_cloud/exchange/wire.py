@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from diloco_cloud.errors import CorruptContributionError
@@ -32,11 +32,21 @@ def parse(data: bytes | str, what: str, build: Callable[[Any], T]) -> T:
         raise CorruptContributionError(f"{what} cannot be read: {error}") from None
 
 
-def fields(values: Any, kinds: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
-    """``values`` if it is an object of exactly these fields, each passed through its checker."""
-    if not isinstance(values, dict) or set(values) != set(kinds):
+def fields(
+    values: Any,
+    kinds: Mapping[str, Callable[[Any], Any]],
+    optional: Collection[str] = (),
+) -> dict[str, Any]:
+    """``values`` if it is an object of exactly these fields, each passed through its checker.
+
+    Args:
+        values: decoded JSON.
+        kinds: the checkers, by field.
+        optional: fields that may be absent, and are then absent from the result.
+    """
+    if not isinstance(values, dict) or not set(kinds) - set(optional) <= set(values) <= set(kinds):
         raise ValueError("other fields than expected")
-    return {name: kind(values[name]) for name, kind in kinds.items()}
+    return {name: kind(values[name]) for name, kind in kinds.items() if name in values}
 
 
 def text(value: Any) -> str:

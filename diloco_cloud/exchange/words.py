@@ -17,6 +17,17 @@ class Words:
     membership: Membership
     history: History
 
+    @property
+    def expected(self) -> list[int]:
+        """Ranks whose part the next round waits for, as far as is known before it."""
+        nobody = Attendance.of([], self.history.round, 0)
+        return sorted(self.membership.expected(nobody, self.history, {}, cold=False))
+
+    def planned_parallel(self, fragment: int, unplanned: int) -> int:
+        """Requests of a fragment's next round that are under way at once, as planned or else."""
+        plan = self.history.plans.get(fragment)
+        return unplanned if plan is None else plan.parallel
+
     def announce(self, round_: int, fragment: int) -> None:
         """Say that this life has come up to the open round, and will be in it."""
         if not self.membership.is_strict:

@@ -101,6 +101,12 @@ class DiLoCoCallback(TrainerCallback):
     ) -> None:
         self._detach(None)
 
+    def _touch(self, *_: Any, **__: Any) -> None:
+        """Between two steps, too, a replica that gets on with something is not hung."""
+        self.manager.progress.touch()
+
+    on_substep_end = on_prediction_step = on_evaluate = on_save = _touch
+
     def _detach(self, failure: type[BaseException] | None) -> None:
         if self.loop is not None:
             loop, self.loop = self.loop, None

@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from diloco_cloud import keys
 from diloco_cloud.errors import (
     CorruptContributionError,
@@ -31,8 +33,9 @@ from diloco_cloud.exchange import wire
 from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
 from diloco_cloud.exchange.background import in_background
 from diloco_cloud.exchange.commit import Commit
+from diloco_cloud.exchange.residuals import Owed
 from diloco_cloud.outer import tensor_file
-from diloco_cloud.outer.local_state import LocalState
+from diloco_cloud.outer.local_state import OWED, OWED_AFTER, LocalState, in_part
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,7 @@ class Checkpoint:
         accounts: what is not in that contribution, by :meth:`.accounts.Accounts.pending`.
         base: digest of the global parameters that the contribution was taken against.
         applied: whether the round had a mean; known once it is decided.
+        averaged: whether the contribution was to be in it; likewise.
     """
 
     round: int
@@ -62,6 +66,22 @@ class Checkpoint:
     accounts: list[dict[str, int]]
     base: str = ""
     applied: bool = True
+    averaged: bool = True
+
+    @property
+    def owed(self) -> dict[int, torch.Tensor]:
+        """By fragment, what the codec has left unsent now that the round is decided."""
+        found = self.local.part(OWED)
+        if self.averaged and self.applied:
+            found |= self.local.part(OWED_AFTER)
+        return {int(key): tensor for key, tensor in found.items() if key.isdecimal()}
+
+
+def _unsent(owed: Owed, fragment: int) -> dict[str, torch.Tensor]:
+    """It as a checkpoint's tensors."""
+    before = {str(key): tensor for key, tensor in owed.before.items()}
+    after = {} if owed.after is None else {str(fragment): owed.after}
+    return {**in_part(OWED, before), **in_part(OWED_AFTER, after)}
 
 
 @dataclass(frozen=True)
@@ -90,7 +110,7 @@ class InnerCheckpoints:
 
     def capture(
         self, loop: HasLocalState, round_: int, fragment: int, accounts: list[dict[str, int]]
-    ) -> Callable[[str], None]:
+    ) -> Callable[[str, Owed], None]:
         """Copy the state in the training thread, where a contribution begins.
 
         Args:
@@ -100,7 +120,8 @@ class InnerCheckpoints:
             accounts: see :class:`Checkpoint`.
 
         Returns:
-            What stores the copy, given the base; to be called before the contribution is made.
+            What stores the copy, given the base and what is unsent; to be called before the
+            contribution is.
             It stores nothing, after a warning, if the optimizer holds what cannot be stored.
         """
         captured: list[Checkpoint] = []
@@ -114,13 +135,13 @@ class InnerCheckpoints:
                 Checkpoint(round=round_, fragment=fragment, local=local, accounts=accounts)
             )
 
-        def write(base: str) -> None:
+        def write(base: str, owed: Owed) -> None:
             if captured:  # Not held while the round is waited for: it is larger than the model.
-                self._write(captured.pop(), base)
+                self._write(captured.pop(), base, owed)
 
         return write
 
-    def _write(self, checkpoint: Checkpoint, base: str) -> None:
+    def _write(self, checkpoint: Checkpoint, base: str, owed: Owed) -> None:
         """A failure costs a later life its inner state, not the run."""
         key = keys.inner(self._rank, checkpoint.round, self._attempt)
         values = {
@@ -129,8 +150,9 @@ class InnerCheckpoints:
             "accounts": checkpoint.accounts,
             "local": checkpoint.local.to_json(),
         }
+        tensors = {**checkpoint.local.tensors, **_unsent(owed, checkpoint.fragment)}
         try:
-            self._store.put(key, tensor_file.encode(checkpoint.local.tensors, values, self._signer))
+            self._store.put(key, tensor_file.encode(tensors, values, self._signer))
         except DilocoError as error:
             logger.warning("%s could not be written: %s", key, error)
             return
@@ -216,6 +238,7 @@ class InnerCheckpoints:
             accounts=list(read["accounts"]),
             base=read["base"],
             applied=last.applied,
+            averaged=commit.averages(self._rank, attempt),
         )
 
     def _place(self, round_: int, fragment: int, attempt: int) -> dict[str, Any]:

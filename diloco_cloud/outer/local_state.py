@@ -16,6 +16,10 @@ OPTIMIZER: Final = "optimizer"
 RANDOM: Final = "random"
 LOCAL: Final = "local"
 BUFFER: Final = "buffer"
+#: What the codec of contributions has left unsent, by fragment: without the contribution that the
+#: state goes with, and with it, where a mean has it.
+OWED: Final = "owed"
+OWED_AFTER: Final = "owed after"
 
 
 @dataclass(frozen=True, kw_only=True)

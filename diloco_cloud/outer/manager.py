@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from diloco_cloud.errors import (
 )
 from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
 from diloco_cloud.exchange.layout import digest_tensors
+from diloco_cloud.exchange.residuals import Owed
 from diloco_cloud.exchange.work import RoundResult, Work
 from diloco_cloud.outer.accounts import at_usual_length
 from diloco_cloud.outer.hand_over import HandedOver
@@ -70,6 +72,7 @@ class MockManager(Participant):
     Attributes:
         store: as given.
         rank: of this replica.
+        init_from: as given.
         progress: where this replica is.
         fragments: what the outer loop has registered.
         position: inner steps of this rank's data behind it once the sync that begins next is
@@ -151,6 +154,7 @@ class MockManager(Participant):
 
     def allow_state_dict_read(self) -> None:
         """Called after every inner step; outer state is read in the training thread only."""
+        self.progress.touch()  # A trainer need not report its steps.
 
     def start_quorum(self) -> None:
         """Begin a sync."""
@@ -160,7 +164,7 @@ class MockManager(Participant):
         # state that is due is that before this one.
         self._snapshots.write_due(self.fragments.capture)
         self._lookout.rest()
-        self.progress.phase = "syncing"
+        self.progress.enter("syncing")
 
     def wait_quorum(self) -> None:
         """Membership is decided by each round's commit; there is nothing to wait for here."""
@@ -199,6 +203,7 @@ class MockManager(Participant):
         fragment = self._turn
         if done.error is not None:
             self._recover(done.error, fragment)
+            self.progress.enter("training")
             return False
         assert done.result is not None
         result, commit = done.result, done.result.commit
@@ -222,6 +227,7 @@ class MockManager(Participant):
         exclusion = commit.exclusion_of(self.rank)
         self.progress.excluded = None if exclusion is None else exclusion.reason
         self._tell(report)
+        self.progress.enter("training")
         if self._discards >= MAX_DISCARDS:
             raise ExchangeError(
                 f"{MAX_DISCARDS} rounds in a row had nothing to average: {result.reason}",
@@ -232,7 +238,7 @@ class MockManager(Participant):
     def _recover(self, error: Exception, fragment: int) -> None:
         """Go on after a round that went without this replica, or raise ``error``."""
         if self._handing_over:
-            self.progress.phase = "handing over"
+            self.progress.enter("handing over")
             raise HandedOver from error
         if self.loop is None or self._exchange.membership.is_strict:
             raise error
@@ -304,26 +310,32 @@ class MockManager(Participant):
             if decided:  # What is contributed now nobody would read.
                 raise MissedRoundError(f"round {round_} was decided without this replica")
             work, described = prepare(tensors)
-            write_inner(work.base)
+            if write_inner is not None:  # Once it is known what the contribution leaves unsent.
+                described["before_sending"] = partial(write_inner, work.base)
             tensors = at_usual_length(tensors, work, self._usual_steps)
             return self._exchange.exchange(round_, index, tensors, work, in_place=True, **described)
 
         def contribute(tensors: list[torch.Tensor]) -> None:
             work, described = prepare(tensors)
+            if write_inner is not None:  # Last: a process that is to end may not get so far.
+                described["after_sending"] = partial(write_inner, work.base)
             tensors = at_usual_length(tensors, work, self._usual_steps)
             self._exchange.contribute(round_, index, tensors, work, **described)
-            write_inner(work.base)  # Last: a process that is to end may not get so far.
 
         return Sync(
             exchange,
             contribute=contribute,
             is_contributed=lambda: self._exchange.contributed == round_,
+            # Again, where it is delayed: there have been inner steps since it began.
+            on_wait=lambda: self.progress.enter("syncing"),
         )
 
-    def _capture_inner(self, round_: int, fragment: int, now: Mark) -> Callable[[str], None]:
-        """Copy what goes into an inner checkpoint; returns what writes it, given the base."""
+    def _capture_inner(
+        self, round_: int, fragment: int, now: Mark
+    ) -> Callable[[str, Owed], None] | None:
+        """Copy what goes into an inner checkpoint; what writes it, if there is to be one."""
         if self._inner is None or self.loop is None or not len(self.fragments):
-            return lambda _base: None
+            return None
         accounts = self._accounts.pending(self.fragments.turns, fragment, now)
         return self._inner.capture(self.loop, round_, fragment, accounts)
 

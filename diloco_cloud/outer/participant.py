@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -25,7 +26,7 @@ from diloco_cloud.outer.hand_over import HandedOver
 from diloco_cloud.outer.inner import Checkpoint, Decided, InnerCheckpoints
 from diloco_cloud.outer.lookout import Lookout
 from diloco_cloud.outer.progress import Mark, Progress
-from diloco_cloud.outer.result import export, exported_round
+from diloco_cloud.outer.result import Exported, export, exported
 from diloco_cloud.outer.snapshot import SnapshotWriter
 from diloco_cloud.outer.start import declared_start
 from diloco_cloud.outer.state import FragmentState
@@ -52,6 +53,7 @@ class Participant:
     Attributes:
         store: the door.
         rank: of this replica.
+        init_from: as given.
         progress: where this replica is.
         fragments: what the outer loop has registered.
         position: inner steps of this rank's data behind it once the sync that begins next is
@@ -71,7 +73,7 @@ class Participant:
         self.progress = Progress()
         self.position = 0
         self.fragments = Fragments()
-        self._init_from = init_from
+        self.init_from = init_from
         self._exchange = door.exchange
         self._exchange.gives_up = lambda: self._handing_over
         self._step = 0
@@ -114,9 +116,9 @@ class Participant:
 
     def first_states(self) -> list[FragmentState]:
         """What a new run begins with."""
-        if self._init_from is None:
+        if self.init_from is None:
             return self.fragments.capture()
-        return declared_start(self._init_from, list(self.fragments))
+        return declared_start(self.init_from, list(self.fragments))
 
     def global_digest(self) -> str | None:
         """Hex BLAKE3 over the global parameters of all fragments; None if there are none."""
@@ -149,7 +151,7 @@ class Participant:
     def await_decision(self, history: History, fragment: int, key: str) -> Commit:
         """Wait for the decision after ``history``, of a round that has ``key`` of this rank's."""
         self._exchange.begin(history)
-        self.progress.phase = "syncing"
+        self.progress.enter("syncing")
         return self._exchange.await_decision(history.round, fragment, key)
 
     def settle_by_ledger(self, fragment: int) -> bool:
@@ -212,6 +214,7 @@ class Participant:
     def inherit(self, checkpoint: Checkpoint) -> None:
         """Go on with the work that an earlier life of this rank has not contributed."""
         self._accounts.inherit(checkpoint.accounts)
+        self._exchange.contributing.residuals.inherit(checkpoint.owed)
         self.position = self.progress.inner_step = checkpoint.local.position
 
     # -- ending --------------------------------------------------------------------------------
@@ -235,7 +238,7 @@ class Participant:
         Raises:
             HandedOver: always.
         """
-        self.progress.phase = "handing over"
+        self.progress.enter("handing over")
         if self._sync is not None:
             self._sync.contribute()
             self._sync = None
@@ -273,7 +276,7 @@ class Participant:
                 "the last sync failed, and training did not go on from it",
                 fix="Let the error of a sync end the trainer, so that the replica can be resumed.",
             )
-        self.progress.phase = "finishing"
+        self.progress.enter("finishing")
         states = self.fragments.states()
         self._snapshots.write_due(lambda: states)
         self._snapshots.flush()
@@ -281,18 +284,40 @@ class Participant:
         self._left = True
         if self._inner is not None:
             self._inner.clear()
-        if states and self._is_last():
+        if states:
+            self._export(states)
+
+    def _export(self, states: Sequence[FragmentState]) -> None:
+        """Write the result, if it is this replica's to write.
+
+        It is the last one's. But that one may fail for good, so where others go on, the first of
+        those who have finished leaves what there is, which the last one's then replaces.
+        """
+        if self._is_last():
             export(self.prefix, states, round_=self._round, step=self._step)
+        elif self._is_first_to_finish():
+            try:
+                export(self.prefix, states, round_=self._round, step=self._step, final=False)
+            except DilocoError as error:
+                logger.warning("the result so far could not be written: %s", error)
+
+    def _is_first_to_finish(self) -> bool:
+        """Whether no replica of a lower rank has left, who has the same to write."""
+        if self._exchange.membership.is_strict:  # A death ends such a run anyway.
+            return False
+        leaving = self._exchange.look(self._round, self._turn).leaving
+        return self.rank == min({self.rank, *leaving, *self._exchange.history.finished})
 
     def _is_last(self) -> bool:
-        """Whether the result is this replica's to write: nobody else is left who will.
+        """Whether nobody else is left who will write the result.
 
         One that dies while it finishes is noticed some heartbeats later, so that is waited for;
         who trains on for longer than that writes the result itself.
         """
         rules, clock = self._exchange.membership, self._exchange.clock
         until = clock.now() + (0.0 if rules.is_strict else _LAST_BEATS * rules.heartbeat_s)
-        while (exported_round(self.prefix) or -1) < self._round:
+        whole = Exported(self._round, final=True)
+        while (found := exported(self.prefix)) is None or found < whole:
             if not self._exchange.still_going(self._round, self._turn) - {self.rank}:
                 return True
             if clock.now() >= until:

@@ -48,6 +48,21 @@ class Progress:
     now: Callable[[], float] = time.monotonic
     _rate_mark: tuple[float, int] | None = None
     _steps: int = 0
+    _active_at: float = field(init=False)
+    _has_stepped: bool = False
+
+    def __post_init__(self) -> None:
+        self._active_at = self.now()
+
+    def enter(self, phase: Phase) -> None:
+        """Do something else from now on."""
+        self.phase = phase
+        self._active_at = self.now()
+
+    def touch(self) -> None:
+        """Note that the training thread has come to somewhere."""
+        self._has_stepped = True
+        self._active_at = self.now()
 
     def report(self, tokens: int, loss: float | None, metrics: Mapping[str, float]) -> None:
         """Count one inner step. Figures may be anything ``float()`` takes, such as tensors."""
@@ -58,11 +73,12 @@ class Progress:
             self.loss = float(loss)
         self.metrics.update({name: float(value) for name, value in metrics.items()})
         self.phase = "training"
+        self.touch()
 
     def resume(self, round_: int, step: int, inner_step: int) -> None:
         """Begin in the middle of a run."""
         self.round, self.step, self.inner_step = round_, step, inner_step
-        self.phase = "training"
+        self.enter("training")
         self.waiting_for = []
         self.mark_round()
 
@@ -79,7 +95,13 @@ class Progress:
         return Mark(self.tokens, self._steps)
 
     def snapshot(self) -> dict[str, Any]:
-        """The public fields as JSON values."""
+        """The public fields as JSON values.
+
+        And ``idle_s``, seconds since the last inner step or the last change of phase: by this
+        machine's monotonic clock, so that no reader has to trust another's. It is 0 until the first
+        step of this life, which may wait for compilation, or for data to be skipped.
+        """
+        idle_s = self.now() - self._active_at if self._has_stepped else 0.0
         return {
             "state": self.phase,
             "round": self.round,
@@ -88,9 +110,11 @@ class Progress:
             "tokens": self.tokens,
             "tokens_per_s": self.tokens_per_s,
             "loss": self.loss,
+            "reward": self.metrics.get("reward"),
             "waiting_for": list(self.waiting_for),
             "excluded": self.excluded,
             "missed": self.missed,
+            "idle_s": round(max(0.0, idle_s), 3),
         }
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
+from torch import nn
 
 from diloco_cloud.errors import ConfigError, CorruptError, LayoutMismatchError, NotFoundError
 from diloco_cloud.outer.state import Fragment, FragmentState
@@ -25,25 +27,60 @@ def declared_start(uri: str, fragments: Sequence[Fragment]) -> list[FragmentStat
         CorruptError: it is not a safetensors file.
         LayoutMismatchError: a trained parameter is not in it, or has another shape there.
     """
+    weights = _read(uri)
+    return [
+        FragmentState(
+            fragment.key,
+            fragment.names,
+            tuple(
+                _declared(weights, name, parameter, uri)
+                for name, parameter in zip(fragment.names, fragment.parameters, strict=True)
+            ),
+            {},
+        )
+        for fragment in fragments
+    ]
+
+
+@torch.no_grad()
+def begin_with(uri: str, model: nn.Module) -> None:
+    """Give a model that is in no outer loop yet what the run begins with.
+
+    For what is computed from the initial weights before the outer loop loads them.
+
+    Args:
+        uri: see :func:`declared_start`.
+        model: whose trainable parameters are overwritten.
+
+    Raises:
+        ConfigError: there is no such file.
+        CorruptError: it is not a safetensors file.
+        LayoutMismatchError: a trained parameter is not in it, or has another shape there.
+    """
+    weights = _read(uri)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.copy_(_declared(weights, name, parameter, uri))
+
+
+def _read(uri: str) -> dict[str, torch.Tensor]:
     directory, _, name = uri.rpartition("/")
     try:
-        weights = load(open_store(directory or ".").get(name))
+        return load(open_store(directory or ".").get(name))
     except NotFoundError:
         raise ConfigError(f"init_from: {uri} does not exist", fix="Check the URI.") from None
     except SafetensorError as error:
         raise CorruptError(f"{uri} is not a safetensors file: {error}") from None
-    states = []
-    for fragment in fragments:
-        for own, parameter in zip(fragment.names, fragment.parameters, strict=True):
-            if own not in weights or weights[own].shape != parameter.shape:
-                there = tuple(weights[own].shape) if own in weights else "missing"
-                raise LayoutMismatchError(
-                    f"parameter {own} is {tuple(parameter.shape)} here and {there} in {uri}",
-                    fix="Begin with weights of the same model.",
-                )
-        parameters = tuple(
-            weights[own].to(parameter.dtype)
-            for own, parameter in zip(fragment.names, fragment.parameters, strict=True)
+
+
+def _declared(
+    weights: Mapping[str, torch.Tensor], name: str, parameter: torch.Tensor, uri: str
+) -> torch.Tensor:
+    found = weights.get(name)
+    if found is None or found.shape != parameter.shape:
+        there = "missing" if found is None else tuple(found.shape)
+        raise LayoutMismatchError(
+            f"parameter {name} is {tuple(parameter.shape)} here and {there} in {uri}",
+            fix="Begin with weights of the same model.",
         )
-        states.append(FragmentState(fragment.key, fragment.names, parameters, {}))
-    return states
+    return found.to(parameter.dtype)

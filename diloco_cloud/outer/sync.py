@@ -21,6 +21,7 @@ class Sync:
         exchange: runs a round with the collected tensors on the host, in a thread of its own.
         contribute: contributes them and leaves the decision to the others.
         is_contributed: whether the exchange under way has got so far.
+        on_wait: called when the training thread begins to stand still for it.
 
     Attributes:
         result: what the round came to; None before, and after an error.
@@ -36,10 +37,12 @@ class Sync:
         *,
         contribute: Callable[[list[torch.Tensor]], object] = lambda _tensors: None,
         is_contributed: Callable[[], bool] = lambda: False,
+        on_wait: Callable[[], object] = lambda: None,
     ) -> None:
         self._exchange = exchange
         self._contribute = contribute
         self._is_contributed = is_contributed
+        self._on_wait = on_wait
         self._tensors: list[torch.Tensor] = []
         self._copies = HostCopies()
         self._host: list[torch.Tensor] = []
@@ -81,6 +84,7 @@ class Sync:
         """Wait for the round and write the means into the tensors, once."""
         if self._delivered:
             return
+        self._on_wait()
         began = time.perf_counter()
         try:
             self.send()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, Final
 
 from diloco_cloud import keys
-from diloco_cloud.errors import DilocoError, UsageError
+from diloco_cloud.errors import DilocoError, RewardError, UsageError
 from diloco_cloud.outer.hand_over import HandedOver
 from diloco_cloud.replica.identity import Identity
 from diloco_cloud.replica.lifetime import Lifetime, Notice
@@ -79,7 +80,9 @@ def run_reported(
 
 
 def _log_failure(error: BaseException) -> None:
-    if isinstance(error, UsageError):  # the user's to mend, and where it was raised is no help
+    # The user's to mend, and where it was raised is no help: a reward's failure names the line.
+    is_users = isinstance(error, UsageError | RewardError)
+    if is_users and os.environ.get("DILOCO_DEBUG") != "1":
         logger.error("failed: %s", error)
     else:
         logger.error("failed", exc_info=error)

@@ -13,6 +13,7 @@ from diloco_cloud.errors import DilocoError, NotFoundError
 from diloco_cloud.run.lives import Life, Lives, read_lives
 from diloco_cloud.run.record import read_json
 from diloco_cloud.run.spec import RunSpec
+from diloco_cloud.run.status import is_whole
 from diloco_cloud.store.base import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,5 @@ class RunEnd:
         manifest = read_json(self.store, keys.RESULT_MANIFEST)
         if manifest is None:
             return False
-        reached, rounds = manifest.get("round"), self.spec.rounds
-        return rounds is None or (
-            isinstance(reached, int) and reached >= rounds * self.spec.fragments
-        )
+        rounds = self.spec.rounds
+        return is_whole(manifest, None if rounds is None else rounds * self.spec.fragments)

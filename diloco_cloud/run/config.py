@@ -13,7 +13,6 @@ import difflib
 import json
 import random
 import tomllib
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,16 +38,16 @@ SPEC_KEYS = tuple(field.name for field in dataclasses.fields(RunSpec) if field.n
 SETTING_KEYS = ("name", "store", *SPEC_KEYS)
 #: Settings that are merged key by key instead of being replaced.
 _TABLES = ("trainer_args", "env")
-_DURATIONS = ("timeout", "round_timeout", "join_timeout", "grace", "heartbeat")
-#: Settings that can be turned off, and what TOML and variables, which have no null, call that.
-_CAN_BE_OFF = ("outlier_norm",)
-_OFF = ("off", False)
-_OTHER_NAMES = (
-    *("ATTEMPT", "DEBUG", "HOME", "RANK_ENV", "RENDEZVOUS_URI", "RUN_KEY", "SPEC_HASH"),
-    *("HF_S3_ENDPOINT", "TERM_GRACE_S"),
-)
+_DURATIONS = ("timeout", "round_timeout", "join_timeout", "grace", "heartbeat", "hang_timeout")
+#: Settings that can be turned off.
+_CAN_BE_OFF = ("outlier_norm", "hang_timeout")
+#: Settings that no variable has: one is of one run, and the other's name is often somebody else's.
+_NOT_VARIABLES = ("run_id", "env")
 #: Variables of the same prefix that other parts read, or set for replicas.
-_OTHER_VARIABLES = tuple(f"DILOCO_{name}" for name in _OTHER_NAMES)
+_OTHER_VARIABLES = (
+    *("ATTEMPT", "DEBUG", "HOME", "RANK_ENV", "RENDEZVOUS_URI", "RUN_KEY", "SPEC_HASH"),
+    *("HF_S3_ENDPOINT", "RAY_LITERALS", "SECRETS_AT", "TERM_GRACE_S"),
+)
 
 
 @dataclass(frozen=True)
@@ -118,15 +117,20 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """The settings in ``DILOCO_*`` variables, numbers and JSON parsed.
 
     Other variables of that prefix are not ours to judge: replicas are given some, and a trainer may
-    read its own. One that looks like a misspelt setting is warned of.
+    read its own.
     """
-    _warn_of_misspelt(environ)
     values: dict[str, Any] = {}
     for key in SETTING_KEYS:
         text = environ.get(_variable(key))
-        if text and key not in ("env", "run_id"):
+        if text and key not in _NOT_VARIABLES:
             values[key] = _from_text(key, text)
     return values
+
+
+def known_variables() -> list[str]:
+    """Every variable that begins with ``DILOCO_`` and that somebody reads."""
+    others = [f"DILOCO_{name}" for name in _OTHER_VARIABLES]
+    return [*(_variable(key) for key in SETTING_KEYS if key not in _NOT_VARIABLES), *others]
 
 
 def parse_json_object(text: str, what: str) -> dict[str, Any]:
@@ -199,15 +203,20 @@ def _merge(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {**merged, "sides": by_backend.merge_sides(layers)}
 
 
+def _is_off(value: Any) -> bool:
+    """Whether a setting is off, as TOML and variables say it, which have no null; 0 is a number."""
+    return value is False or value == "off"
+
+
 def _typed(values: dict[str, Any]) -> dict[str, Any]:
     """``values`` with durations in seconds, and types checked that ``RunSpec`` leaves alone."""
+    for key in _CAN_BE_OFF:
+        if _is_off(values.get(key)):
+            values[key] = None
     for key in _DURATIONS:
-        if key in values:
+        if values.get(key) is not None:
             seconds = parse_duration(values[key])
             values[key] = int(seconds) if key == "timeout" else seconds
-    for key in _CAN_BE_OFF:
-        if values.get(key) in _OFF:
-            values[key] = None
     for key in ("backend", "trainer", "gpu", "run_id", "codec", "reduction", "init_from"):
         if values.get(key) is not None:
             _text(key, values[key])
@@ -256,7 +265,7 @@ def _from_text(key: str, text: str) -> Any:
         **dict.fromkeys(("fragment_sync_delay", "snapshot_every", "quorum", "max_restarts"), int),
         **dict.fromkeys(("fragment_update_alpha", "outer_lr", "outer_momentum"), float),
         **dict.fromkeys(("nesterov", "checkpoint_inner", "signed"), _boolean),
-        "outlier_norm": lambda value: value if value in _OFF else float(value),
+        "outlier_norm": lambda value: value if _is_off(value) else float(value),
         **{key: _object_of(key) for key in ("trainer_args", "backend_args")},
         "secrets": lambda value: [name.strip() for name in value.split(",") if name.strip()],
     }
@@ -278,16 +287,6 @@ def _object_of(key: str) -> Callable[[str], dict[str, Any]]:
 
 def _boolean(text: str) -> bool:
     return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-
-
-def _warn_of_misspelt(environ: Mapping[str, str]) -> None:
-    settings = [_variable(key) for key in SETTING_KEYS]
-    for name in environ:
-        if not name.startswith("DILOCO_") or name in (*settings, *_OTHER_VARIABLES):
-            continue
-        near = difflib.get_close_matches(name, settings, n=1, cutoff=0.85)
-        if near:
-            warnings.warn(f"nobody reads {name}; did you mean {near[0]}?", stacklevel=4)
 
 
 def _variable(key: str) -> str:

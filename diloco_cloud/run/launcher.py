@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
 
+from diloco_cloud import keys
 from diloco_cloud.errors import ConfigError, NotFoundError
 from diloco_cloud.run.executors import Executors, Given
 from diloco_cloud.run.intents import Start, announce
@@ -22,7 +24,10 @@ from diloco_cloud.run.sides import naming, start_sides
 from diloco_cloud.run.spec import RunSpec
 from diloco_cloud.run.spec_checks import check_env
 from diloco_cloud.run.start import LaunchRequest, build_request
+from diloco_cloud.run.withdraw import withdraw
 from diloco_cloud.store import open_store, probe_store
+from diloco_cloud.store.base import ObjectStore
+from diloco_cloud.store.opening import check_uri
 
 
 def check_launch(spec: RunSpec, store_uri: str, executor: Given = None) -> Executors:
@@ -34,7 +39,9 @@ def check_launch(spec: RunSpec, store_uri: str, executor: Given = None) -> Execu
         executor: see :func:`launch`.
 
     Raises:
-        UsageError: a backend, the trainer, a dependency or a secret is not there.
+        UsageError: a backend, the trainer, a dependency or a secret is not there, or the store's
+            URI names none.
+        DeniedError: the store's profile holds no credentials.
     """
     check_env(spec)
     executors = Executors(spec.backend, executor, spec.backend_args)
@@ -42,13 +49,14 @@ def check_launch(spec: RunSpec, store_uri: str, executor: Given = None) -> Execu
     for backend in spec.ranks_by_backend:
         with naming(backend, several=several):
             executors.get(backend)
+    check_uri(store_uri)
     check_meeting_place(list(spec.ranks_by_backend), store_uri)
     check_trainer(
         spec.trainer, spec.trainer_args, os.getcwd(), settings=spec.changed_trainer_settings
     )
     for backend in spec.ranks_by_backend:
         with naming(backend, several=several):
-            check_environment(spec, backend)
+            check_environment(spec, backend, executors.get(backend))
     check_run_key(spec)
     return executors
 
@@ -86,13 +94,23 @@ def check_start(spec: RunSpec) -> None:
     if spec.init_from is None:
         return
     directory, _, name = spec.init_from.rpartition("/")
+    fix = "Name a safetensors file, or a run that has ended well."
+    store = open_store(directory)
     try:
-        open_store(directory).head(name)
+        store.head(name)
     except NotFoundError:
-        raise ConfigError(
-            f"init_from: there is no {spec.init_from}",
-            fix="Name a safetensors file, or a run that has ended well.",
-        ) from None
+        raise ConfigError(f"init_from: there is no {spec.init_from}", fix=fix) from None
+    if spec.init_from.endswith(f"/{keys.MODEL}") and not _is_final(store):
+        raise ConfigError(f"init_from: the run of {spec.init_from} goes on", fix=fix)
+
+
+def _is_final(result: ObjectStore) -> bool:
+    """Whether a run's result is its last; one without a manifest is no run's."""
+    try:
+        manifest = json.loads(result.get(keys.RESULT_MANIFEST.removeprefix(keys.RESULT)))
+    except (NotFoundError, ValueError):
+        return True
+    return not isinstance(manifest, dict) or manifest.get("final") is not False
 
 
 def launch(
@@ -101,6 +119,7 @@ def launch(
     *,
     executor: Given = None,
     clock: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> Run:
     """Start a run and return at once; the replicas need this process no longer.
 
@@ -109,12 +128,14 @@ def launch(
         store_uri: where the run's prefix ``<store_uri>/<run_id>/`` goes.
         executor: that of ``spec.backend``, or several by backend; default: those of the registry.
         clock: seconds since the epoch.
+        sleep: waits for so many seconds.
 
     Raises:
         UsageError: the request can't work; nothing was started or written.
         StoreError: the store is not there, not writable or has no conditional create.
         RunExistsError: the run id is taken in that store.
-        LaunchError: a backend failed; what had been started, on any of them, was cancelled.
+        LaunchError: a backend failed; what had been started, on any of them, was cancelled, and
+            what had been written was deleted, or the error says what is left.
     """
     executors = check_launch(spec, os.fspath(store_uri), executor)
     check_start(spec)
@@ -127,10 +148,14 @@ def launch(
         Start(ranks=ranks, attempt=0, backend=backend, world_size=spec.replicas, by="launch")
         for backend, ranks in spec.ranks_by_backend.items()
     ]
-    for start in starts:  # all, before any is started: whoever cancels knows where to look
-        announce(prefix, start, at=clock())
-    start_sides(prefix, record, executors, starts, clock=clock)
     given = os.fspath(store_uri)
     run = Run(prefix, record, executor=executors.made, store_uri=given, clock=clock)
-    run.start_reducers()
+    try:
+        for start in starts:  # all, before any is started: whoever cancels knows where to look
+            announce(prefix, start, at=clock())
+        start_sides(prefix, record, executors, starts, clock=clock)
+        run.start_reducers()
+    except BaseException as error:  # Ctrl-C too must not leave a run behind that never began
+        withdraw(prefix, record, executors, error, sleep=sleep)
+        raise
     return run

@@ -14,7 +14,7 @@ from diloco_cloud.run.elsewhere import STOP_COMMANDS
 from diloco_cloud.run.executors import Executors
 from diloco_cloud.run.lives import read_lives
 from diloco_cloud.run.observe import Observer
-from diloco_cloud.run.record import Launched, create_json, read_json
+from diloco_cloud.run.record import Launched, command_line, create_json, read_json
 from diloco_cloud.run.status import ReplicaView, RunStatus
 from diloco_cloud.store.base import ObjectStore
 
@@ -112,10 +112,13 @@ def _cancel_unrecorded(
     wanted: dict[str, set[int]] = {}
     for rank, backend in silent.items():
         wanted.setdefault(backend, set()).add(rank)
+    announced: dict[str, dict[int, str]] = {}
     for (rank, attempt), kinds in read_lives(store).kinds.items():
         if rank in ranks and "intent" in kinds and not {"handle", "outcome"} & kinds.keys():
-            announced = observer.intent(rank, attempt).get("backend", record.spec.backend)
-            wanted.setdefault(str(announced), set()).add(rank)
+            intent = observer.intent(rank, attempt)
+            backend = str(intent.get("backend", record.spec.backend))
+            wanted.setdefault(backend, set()).add(rank)
+            announced.setdefault(backend, {})[rank] = str(intent.get("host") or "another machine")
     for backend, theirs in wanted.items():
         if backend in STOP_COMMANDS:
             command = STOP_COMMANDS[backend].format(run_id=record.spec.run_id)
@@ -128,6 +131,28 @@ def _cancel_unrecorded(
                 if handle.rank in theirs:
                     with failures.noted(backend, handle.rank):
                         executor.cancel(handle)
+            ours = {h.rank for h in found}
+            lost = {r: host for r, host in announced.get(backend, {}).items() if r not in ours}
+            if lost:
+                _tell_of_lost(store, record.name, backend, lost)
+
+
+def _tell_of_lost(store: ObjectStore, name: str, backend: str, hosts: Mapping[int, str]) -> None:
+    """Say that nothing is known of replicas that were about to be started.
+
+    Args:
+        store: the run's own prefix.
+        name: what executors know the run's replicas as.
+        backend: that they were to be on.
+        hosts: by rank, from which machine.
+    """
+    logger.warning(
+        "replicas %s were about to be started on %s from %s, and from here nothing is seen of "
+        "them. If they were, they are called %s…, and `%s` there, or with the same region, account "
+        "and settings, ends them.",
+        *(sorted(hosts), backend, " and ".join(sorted(set(hosts.values())))),
+        *(name, command_line("cancel", store)),
+    )
 
 
 class _Failures:

@@ -24,7 +24,7 @@ class Lives:
 
     Attributes:
         kinds: by life, when each of its objects was written, by the store's clock: "intent",
-            "handle", "claim", "outcome", "cancel", "stopped".
+            "handle", "claim", "outcome", "cancel", "hung", "stopped".
         size_number: of the newest change of the run's size; 0 if it never changed.
         size_at: when that was, by the store's clock.
         supervised_at: when a supervisor last gave a sign of life, by the store's clock.

@@ -221,6 +221,7 @@ class Observer:
             intent=intent,
             intent_age_s=None if ended or beat or launched else self._start_age(rank, look),
             stopped=self._once(keys.stopped(rank, attempt)) if "stopped" in kinds else None,
+            hung=self._once(keys.hung(rank, attempt)) if "hung" in kinds else None,
             cancel_requested="cancel" in kinds,
             restarts=look.lives.restarts(rank),
             participation=look.averaging.share(rank),

@@ -17,6 +17,8 @@ from types import MappingProxyType
 from typing import Any
 
 from diloco_cloud.errors import ConfigError, MissingDependencyError, TrainerImportError
+from diloco_cloud.executor import ServerlessExecutor
+from diloco_cloud.run.needs import check_modules_here, check_modules_there, needed_modules
 from diloco_cloud.run.spec import RUN_KEY_ENV, TRAINER_SETTINGS, RunSpec
 from diloco_cloud.secrets import read_secrets
 from diloco_cloud.store.opening import is_uri
@@ -31,17 +33,22 @@ _LITERALS = (ast.Constant, ast.List, ast.Dict, ast.Set, ast.Tuple, ast.JoinedStr
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def check_environment(spec: RunSpec, backend: str | None = None) -> None:
-    """Check what replicas will need from this machine.
+def check_environment(
+    spec: RunSpec, backend: str | None = None, executor: ServerlessExecutor | None = None
+) -> None:
+    """Check what replicas will need from this machine, and from what it has installed for them.
 
     Args:
         spec: of the run.
         backend: that the replicas are to run on; default: the spec's.
+        executor: of the backend; without it, what it installs is not looked at.
 
     Raises:
-        MissingDependencyError: replicas run here, and torchft is not installed here.
+        MissingDependencyError: a package is not installed where replicas run, as far as that can
+            be known.
         ConfigError: a secret has no value in this environment, or the run's key is too short.
     """
+    needed = needed_modules(spec.trainer, spec.trainer_args)
     if (backend or spec.backend) == "local":
         for package in ("torch", "torchft"):
             if importlib.util.find_spec(package) is None:
@@ -49,6 +56,9 @@ def check_environment(spec: RunSpec, backend: str | None = None) -> None:
                     f"replicas on this machine need {package}, which is not installed",
                     fix="pip install 'diloco-cloud[diloco]'",
                 )
+        check_modules_here(spec.trainer, needed)
+    elif executor is not None:
+        check_modules_there(spec.trainer, needed, backend or spec.backend, executor)
     entries = spec.on(backend or spec.backend).secrets
     if RUN_KEY_ENV in entries and RUN_KEY_ENV not in os.environ:
         raise ConfigError(

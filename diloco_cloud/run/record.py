@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,7 @@ def create_run(store: ObjectStore, spec: RunSpec, *, created_at: float) -> RunRe
         store.create(keys.RUN, dump(values))
     except AlreadyExistsError:
         raise RunExistsError(
-            f"the run id {spec.run_id!r} is taken in {parent_uri(store)}",
+            f"the run id {spec.run_id!r} is taken in {uris.store_text(parent_uri(store))}",
             fix="Choose another name, or `diloco-cloud resume` (or `down`) the one that is there.",
         ) from None
     return record
@@ -127,7 +128,7 @@ def run_not_found(store: ObjectStore, run_id: str) -> RunNotFoundError:
         name for name in known if name.startswith(run_id)
     ]
     fix = f"Did you mean {near[0]}?" if near else "`diloco-cloud ls` shows the runs of a store."
-    return RunNotFoundError(f"no run {run_id!r} in {store.uri}", fix=fix)
+    return RunNotFoundError(f"no run {run_id!r} in {uris.store_text(store.uri)}", fix=fix)
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,12 @@ def dump(values: Mapping[str, Any]) -> bytes:
 def parent_uri(store: ObjectStore) -> str:
     """The store that a run's prefix lies in, as a URI."""
     return uris.parent_uri(store.uri)
+
+
+def command_line(verb: str, store: ObjectStore) -> str:
+    """What a user types to do something about the run whose prefix is ``store``."""
+    where = shlex.quote(uris.store_text(parent_uri(store)))
+    return f"diloco-cloud {verb} {uris.run_name(store.uri)} --store {where}"
 
 
 def _parse(raw: bytes) -> dict[str, Any] | None:

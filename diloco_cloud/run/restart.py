@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-#: What the machine did, or the provider; never the trainer.
+#: What the machine did, or the provider; and a deadlock, which is worth another try though it may
+#: well be the trainer's.
 RESTARTABLE_REASONS: Final = frozenset(
-    {"preempted", "lost", "no_capacity", "timeout", "out_of_memory"}
+    {"preempted", "lost", "no_capacity", "timeout", "out_of_memory", "hung"}
 )
 #: Seconds before the second restart in a row; each one after waits twice as long, up to a limit.
 FIRST_DELAY_S: Final = 10.0

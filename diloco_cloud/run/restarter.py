@@ -29,7 +29,7 @@ from diloco_cloud.run.status import ReplicaView, RunStatus
 from diloco_cloud.run.views import why_ended
 from diloco_cloud.store.base import ObjectStore
 
-EventKind: TypeAlias = Literal["died", "restarted", "refused", "given_up", "trouble"]
+EventKind: TypeAlias = Literal["died", "restarted", "refused", "given_up", "hung", "trouble"]
 
 #: Starts under way at once.
 _STARTS = 8
@@ -41,9 +41,9 @@ class Event:
 
     Attributes:
         kind: "died": a replica ended and is to be started again; "restarted": it was; "refused": a
-            start failed; "given_up": it ended, and is not started again; "trouble": the store
-            could not be reached, or nothing can be started on a backend from this machine; it will
-            be tried again.
+            start failed; "given_up": it ended, and is not started again; "hung": it lives and
+            stands still, and is ended; "trouble": the store could not be reached, or something
+            cannot be started or ended from this machine; it will be tried again.
         time: seconds since the epoch.
         rank, attempt: of the replica, and which life of it; None where it concerns none.
         text: one line for people.

@@ -22,7 +22,8 @@ class RunResults:
 
     Attributes:
         outcomes: by rank, the last word of its newest life; None where it left none.
-        manifest: of the exported result (digest, round, step, files), or None.
+        manifest: of the exported result (digest, round, step, files; final: nobody was going on
+            when it was written), or None.
         files: keys of the exported files in the run's prefix.
     """
 

@@ -113,8 +113,7 @@ def _check(
     several = len(starts) > 1
     for start in starts:
         with naming(start.backend, several=several):
-            executors.get(start.backend)
-            check_environment(record.spec, start.backend)
+            check_environment(record.spec, start.backend, executors.get(start.backend))
     if starts:
         check_meeting_place(places, store_uri)
         _check_trainer(record, [start.backend for start in starts])

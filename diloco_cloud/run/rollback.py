@@ -10,7 +10,7 @@ from diloco_cloud import keys
 from diloco_cloud.errors import DilocoError, LaunchError, UsageError
 from diloco_cloud.executor import ForgetsReplicas, ReleasesRun, ReplicaHandle, ServerlessExecutor
 from diloco_cloud.run.intents import Start
-from diloco_cloud.run.record import RunRecord, create_json
+from diloco_cloud.run.record import command_line, create_json
 from diloco_cloud.store.base import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,6 @@ def failed_on(backend: str) -> str:
 
 def undo(
     store: ObjectStore,
-    record: RunRecord,
     begun: Sequence[Begun],
     cause: BaseException,
     *,
@@ -51,7 +50,6 @@ def undo(
 
     Args:
         store: the run's own prefix.
-        record: what its ``run.json`` says.
         begun: what was, or was to be, started.
         cause: why it is undone.
         at: seconds since the epoch.
@@ -71,7 +69,7 @@ def undo(
     said = [f"What had been started on {' and '.join(done)} was cancelled."] if done else []
     if left:
         still = f"{' and '.join(left)} could not be cancelled, and may go on"
-        said.append(f"{still[0].upper()}{still[1:]}: diloco-cloud cancel {record.spec.run_id}")
+        said.append(f"{still[0].upper()}{still[1:]}: `{command_line('cancel', store)}`.")
     if isinstance(cause, DilocoError):
         cause.fix = " ".join(filter(None, (cause.fix, *said))) or None
     elif left:  # Ctrl-C, which no one shows

@@ -57,7 +57,7 @@ def start_sides(
                     request = start_request(record, store.uri, wanted)
                     begin(store, record, side, request, clock=clock)
     except BaseException as error:  # Ctrl-C too must not leave billed replicas behind
-        undone = undo(store, record, sides, error, at=clock())
+        undone = undo(store, sides, error, at=clock())
         for side in undone:
             if side in begun:
                 give_back(record.name, side)

@@ -40,6 +40,8 @@ TRAINER_SETTINGS = (
 )
 #: Variable that holds the key of a signed run; sent to replicas as a secret.
 RUN_KEY_ENV = "DILOCO_RUN_KEY"
+#: Longer than a step takes, an evaluation between two of them included.
+HANG_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,8 @@ class RunSpec:
         heartbeat: seconds between two signs of life of a replica.
         max_restarts: how often in a row a supervisor starts a replica again that does not get into
             a round in between; 0 turns supervision off.
+        hang_timeout: seconds without an inner step, outside of rounds, after which a supervisor
+            ends a replica that stands still, and starts it again; None: never.
         checkpoint_inner: whether each replica stores its inner optimizer's state with every round,
             so that a restart goes on as if nothing had happened.
         outlier_norm: a pseudo-gradient longer than so many times the median is left out; None:
@@ -132,6 +136,7 @@ class RunSpec:
     join_timeout: float = 600.0
     heartbeat: float = 5.0
     max_restarts: int = 3
+    hang_timeout: float | None = HANG_TIMEOUT_S
     checkpoint_inner: bool = False
     outlier_norm: float | None = 10.0
     signed: bool = False
@@ -153,9 +158,12 @@ class RunSpec:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; the inverse of :meth:`from_json`."""
         values = {**dataclasses.asdict(self), "secrets": list(self.secrets)}
+        # What is younger than some runs is left out where they have it too: their digests stay.
+        if self.hang_timeout == HANG_TIMEOUT_S:
+            del values["hang_timeout"]
         if self.fleet:
             return {**values, "fleet": [side.to_json() for side in self.fleet]}
-        del values["fleet"]  # as before there were any: such a run has the same digest
+        del values["fleet"]
         return values
 
     @classmethod

@@ -28,13 +28,14 @@ _AT_LEAST_1 = (
 )
 #: Given together, or decided by ``outer_optimizer``.
 OUTER = ("outer_lr", "outer_momentum", "nesterov")
-_OPTIONAL = ("replicas", "rounds", "quorum", "grace", "outlier_norm", *OUTER)
-_POSITIVE = ("round_timeout", "join_timeout", "heartbeat", "outer_lr")
+_OPTIONAL = ("replicas", "rounds", "quorum", "grace", "outlier_norm", "hang_timeout", *OUTER)
+_POSITIVE = ("round_timeout", "join_timeout", "heartbeat", "hang_timeout", "outer_lr")
 _NUMBERS = (
     "grace",
     "round_timeout",
     "join_timeout",
     "heartbeat",
+    "hang_timeout",
     "outlier_norm",
     "outer_lr",
     "outer_momentum",
@@ -97,7 +98,7 @@ def check_values(spec: RunSpec) -> None:
         check(value is None or value >= 1, f"{name} is {value!r}", "It must be at least 1.")
     for name in _POSITIVE:
         value = getattr(spec, name)
-        check(value > 0, f"{name} is {value!r}", "It must be positive.")
+        check(value is None or value > 0, f"{name} is {value!r}", "It must be positive.")
     check(
         spec.quorum is None or spec.quorum <= spec.replicas,
         f"quorum {spec.quorum} is more than the {spec.replicas} replicas",

@@ -168,7 +168,7 @@ def start_replicas(
     try:
         begin(store, record, one, request or start_request(record, store.uri, start), clock=clock)
     except BaseException as error:  # Ctrl-C too must not leave billed replicas behind
-        undo(store, record, [one], error, at=clock())
+        undo(store, [one], error, at=clock())
         raise
     return one.handles
 

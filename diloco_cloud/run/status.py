@@ -21,6 +21,10 @@ class ReplicaView:
         step: outer steps committed.
         alive: it runs, and its heartbeat is fresh.
         participation: share of the kept rounds that it was averaged in; None without any round.
+        idle_s: seconds since its last inner step or change of phase, at its last heartbeat and by
+            its own clock; None once it has ended.
+        loss: as the trainer last reported it; of the composer, of all its channels.
+        reward: mean of the rollouts at the trainer's last log; None where there are none.
         merged: tokens whose work is in the global parameters.
         waiting_for: ranks whose contribution it was waiting for.
         excluded: why the others left it out of a round, or None.
@@ -47,7 +51,9 @@ class ReplicaView:
     inner_step: int | None = None
     tokens: int | None = None
     tokens_per_s: float | None = None
+    idle_s: float | None = None
     loss: float | None = None
+    reward: float | None = None
     heartbeat_age_s: float | None = None
     alive: bool = False
     participation: float | None = None
@@ -195,7 +201,8 @@ def is_over(
     """Whether the run has got to its end, so that to start a replica again is pointless.
 
     Without a result it has not, even if all others have succeeded: a replica may have died while
-    it was writing it, and its next life will.
+    it was writing it, and its next life will. Nor with one that was written while others went on,
+    unless all rounds are in it.
 
     Args:
         views: of all replicas.
@@ -204,11 +211,26 @@ def is_over(
     """
     if manifest is None:
         return False
-    reached = manifest.get("round")
-    if rounds is None or (isinstance(reached, int) and reached >= rounds):
+    if is_whole(manifest, rounds):
         return True
+    if manifest.get("final") is False:
+        return False
     others = [view.state for view in views if not view.restartable and not view.retired]
     return {"succeeded", "cancelled"}.issuperset(others)
+
+
+def is_whole(manifest: Mapping[str, Any], rounds: int | None) -> bool:
+    """Whether an exported result has all the rounds that there will be.
+
+    Args:
+        manifest: of the result.
+        rounds: that the run was to have, over all fragments; None if the trainer decides: then it
+            is whole unless others went on when it was written.
+    """
+    reached = manifest.get("round")
+    if rounds is None:
+        return manifest.get("final") is not False
+    return isinstance(reached, int) and reached >= rounds
 
 
 def _takes_part(view: ReplicaView) -> bool:

@@ -25,6 +25,7 @@ from diloco_cloud.errors import (
     UsageError,
 )
 from diloco_cloud.run.executors import Executors
+from diloco_cloud.run.hang import HangWatch
 from diloco_cloud.run.lifecycle import release
 from diloco_cloud.run.observe import Observer
 from diloco_cloud.run.preflight import check_environment
@@ -93,6 +94,14 @@ class Supervisor:
         self._reducers = Reducers(
             store, record, executors, max_restarts=self._max, on_event=on_event, clock=clock
         )
+        self._hangs = HangWatch(
+            store,
+            observer,
+            executors,
+            timeout_s=record.spec.hang_timeout,
+            on_event=on_event,
+            clock=clock,
+        )
         self._missing: set[str] = set()
         self._sign = keys.supervisor(os.urandom(4).hex())
         self._signed_at: float | None = None
@@ -133,6 +142,7 @@ class Supervisor:
         missing = self._missing_backends(status)
         self._give_sign()
         self._reducers.look(status)
+        self._hangs.look(status, without=missing)
         return self._restarter.look(status, without=missing)
 
     def _follow(self, interval: float) -> Iterator[RunStatus]:

@@ -8,7 +8,9 @@ Who decides, for the newest life of a rank:
 3. The heartbeat: a fresh one means running.
 4. Otherwise the state is unknown; or pending, if nothing was launched yet.
 
-A replica that was killed after its cancellation had been asked for is cancelled, not failed.
+A replica that was killed after its cancellation had been asked for is cancelled, not failed. One
+that a supervisor has ended because it stood still has failed, and is worth another try: to its
+executor it was cancelled, and it may itself have said that it was preempted.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ _CANCEL_EXIT_CODES = frozenset({-2, -9, -15, 130, 137, 143})
 #: A replica whose handle nobody has can never be asked: after so many times the silence that makes
 #: another one's state unknown, it is given up.
 _LOST_TIMES = 10
+#: Seconds without a step that are worth a word.
+_STANDING_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,7 @@ class Evidence:
         intent: what its starter wrote before it was started.
         intent_age_s: since the starter last said that it is at it; None where it is not needed.
         stopped: what a supervisor wrote that will not start it again.
+        hung: what a supervisor wrote that had this life ended because it stood still.
         cancel_requested: a user asked for this life to end.
         restarts: lives before this one.
         participation, merged: see :class:`ReplicaView`.
@@ -62,6 +67,7 @@ class Evidence:
     intent: Mapping[str, Any] | None = None
     intent_age_s: float | None = None
     stopped: Mapping[str, Any] | None = None
+    hung: Mapping[str, Any] | None = None
     cancel_requested: bool = False
     restarts: int = 0
     participation: float | None = None
@@ -87,13 +93,15 @@ def view_replica(evidence: Evidence) -> ReplicaView:
         phase=None if ended else _phase(beat),
         reason=reason,
         exit_code=exit_code,
-        error=None if state == "succeeded" else _error(polled, outcome or {}),
+        error=None if state == "succeeded" else _error(reason, evidence, outcome or {}),
         round=beat.get("round"),
         step=beat.get("step"),
         inner_step=beat.get("inner_step"),
         tokens=beat.get("tokens"),
         tokens_per_s=None if ended else beat.get("tokens_per_s"),
+        idle_s=None if ended else beat.get("idle_s"),
         loss=beat.get("loss"),
+        reward=beat.get("reward"),
         heartbeat_age_s=evidence.heartbeat_age_s,
         alive=state == "running" and _is_fresh(evidence),
         participation=evidence.participation,
@@ -131,6 +139,13 @@ def why_ended(view: ReplicaView) -> str:
 
 
 def _state(evidence: Evidence) -> State:
+    state = _told_state(evidence)
+    is_hung = evidence.hung is not None and not evidence.cancel_requested
+    return "failed" if state == "cancelled" and is_hung else state
+
+
+def _told_state(evidence: Evidence) -> State:
+    """The state as executor, replica and user have it."""
     polled = evidence.polled
     if polled is not None and polled != "unknown":
         if polled == "failed" and polled.reason == "lost" and evidence.outcome is not None:
@@ -179,11 +194,20 @@ def _was_cancelled(evidence: Evidence, exit_code: int | None, reason: str | None
     return evidence.cancel_requested and (ended_by_it or restartable)
 
 
+def _erred(evidence: Evidence) -> bool:
+    """Whether a life ended by an error of its own, though somebody had begun to end it."""
+    outcome = evidence.outcome or {}
+    told = outcome.get("state") == "failed"
+    return told and not is_restartable(outcome.get("reason"), outcome.get("exit_code"), outcome)
+
+
 def _reason(state: State, evidence: Evidence) -> str | None:
     if state == "cancelled":
         return "cancelled"
     if state != "failed":
         return None
+    if evidence.hung is not None and not _erred(evidence):
+        return "hung"
     if not evidence.launched and evidence.outcome is None and evidence.polled is None:
         return "lost"
     # The provider sees what a killed process can't write: out of memory, preempted, timeout.
@@ -204,7 +228,10 @@ def _exit_code(polled: ReplicaStatus | None, outcome: Mapping[str, Any]) -> int 
     return code if isinstance(code, int) else None
 
 
-def _error(polled: ReplicaStatus | None, outcome: Mapping[str, Any]) -> str | None:
+def _error(reason: str | None, evidence: Evidence, outcome: Mapping[str, Any]) -> str | None:
+    if reason == "hung" and evidence.hung is not None:
+        return str(evidence.hung.get("error"))  # what it says itself came of its being ended
+    polled = evidence.polled
     return outcome.get("error") or (polled.message if polled is not None else None) or None
 
 
@@ -222,8 +249,14 @@ def _why_missing(view: ReplicaView, *, awaited: bool) -> str | None:
     if view.state == "running" and view.excluded:
         return f"left out: {view.excluded}"
     if view.state == "running" and awaited:
-        return f"the others wait for it; it is {view.phase or 'running'}"
+        return f"the others wait for it; it is {view.phase or 'running'}{_standing(view)}"
     return None
+
+
+def _standing(view: ReplicaView) -> str:
+    if view.phase != "training" or (view.idle_s or 0.0) < _STANDING_S:
+        return ""
+    return f", and has made no step for {format_duration(view.idle_s or 0.0)}"
 
 
 def _why_pending(view: ReplicaView) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, Union
 
 from diloco_cloud.errors import ConfigError, DeniedError, DilocoError, MissingDependencyError
+from diloco_cloud.store.cloud_errors import credentials_fix
 from diloco_cloud.store.redaction import redacted
 
 if TYPE_CHECKING:
@@ -125,7 +126,8 @@ def _clients(scheme: str, bucket: str, uri: str) -> Clients:
     except Exception as error:  # obstore has no one type for a bad configuration
         line = redacted(str(error).split("\n", 1)[0])
         raise ConfigError(
-            f"{uri} cannot be opened: {line}", fix="Check the store's variables in the environment."
+            f"{uri} cannot be opened: {line}",
+            fix=f"{credentials_fix(uri)} Check the other variables of the store, too.",
         ) from None
 
 

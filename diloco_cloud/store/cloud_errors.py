@@ -52,14 +52,17 @@ _DENIED: Final = {
     "IllegalLocationConstraintException": _FIX_REGION,
 }
 _FIX_BUCKET: Final = "Create the bucket first, or correct its name in the store's URI."
-_FIX_ACCESS: Final = (
-    "Check the credentials in the environment, and that they may read, write, list and delete "
-    "below this prefix."
-)
-_FIX_CREDENTIALS: Final = (
-    "Set the credentials in the environment: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-    "GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY."
-)
+#: By scheme, where credentials come from.
+_CREDENTIALS: Final = {
+    "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in (`aws configure`, "
+    "`aws sso login`) and set AWS_PROFILE.",
+    "gs": "Set GOOGLE_APPLICATION_CREDENTIALS to a key file, or run "
+    "`gcloud auth application-default login`.",
+    "az": "Set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or "
+    "AZURE_STORAGE_SAS_TOKEN; or run `az login` and set AZURE_USE_AZURE_CLI=true.",
+    "hf": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY to S3 keys of the hub, which has no use "
+    "for HF_TOKEN here: https://huggingface.co/docs/hub/storage-buckets-s3",
+}
 
 
 def store_error(error: Exception, subject: str) -> StoreError:
@@ -72,7 +75,7 @@ def store_error(error: Exception, subject: str) -> StoreError:
     if "redirect without LOCATION" in text:  # how Amazon sends one away from the wrong region
         status = 301
     if _METADATA_SERVICE.search(text) and status != 429 and status < 500:
-        return DeniedError(f"no credentials for {subject}", fix=_FIX_CREDENTIALS)
+        return DeniedError(f"no credentials for {subject}", fix=credentials_fix(subject))
     if status or code:
         return from_response(status, code, subject)
     if isinstance(error, FileNotFoundError):
@@ -80,7 +83,7 @@ def store_error(error: Exception, subject: str) -> StoreError:
     if isinstance(error, (exceptions.AlreadyExistsError, exceptions.PreconditionError)):
         return AlreadyExistsError(f"{subject} already exists")
     if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
-        return DeniedError(f"no access to {subject}", fix=_FIX_ACCESS)
+        return DeniedError(f"no access to {subject}", fix=_access_fix(subject))
     if "HTTP error" in text or isinstance(error, exceptions.JoinError):
         return UnreachableError(
             f"{subject} cannot be reached ({_transport(str(error))})",
@@ -110,10 +113,10 @@ def from_response(status: int, code: str, subject: str) -> StoreError:
     if code in _EXPIRED:
         return ExpiredCredentialsError(
             f"the credentials for {subject} have expired ({said})",
-            fix="Renew them: log in again, or set new ones in the environment.",
+            fix=f"Renew them. {credentials_fix(subject)}",
         )
     if code in _DENIED or code == "AccessDenied" or status in (301, 307, 401, 403):
-        otherwise = _FIX_REGION if status in (301, 307) else _FIX_ACCESS
+        otherwise = _FIX_REGION if status in (301, 307) else _access_fix(subject)
         return DeniedError(f"no access to {subject} ({said})", fix=_DENIED.get(code, otherwise))
     if code in _NO_BUCKET:
         bucket = found.group() if (found := _BUCKET.match(subject)) else subject
@@ -125,6 +128,17 @@ def from_response(status: int, code: str, subject: str) -> StoreError:
     if status == 416:
         return CorruptError(f"{subject} ends before the range asked for")
     return StoreError(f"{subject}: the store refused the request ({said})")
+
+
+def credentials_fix(subject: str) -> str:
+    """Where credentials for ``subject`` (a URI) come from, as an instruction."""
+    scheme = subject.partition("://")[0]
+    return _CREDENTIALS.get(scheme, "Set the credentials in the environment.")
+
+
+def _access_fix(subject: str) -> str:
+    may = "Whoever has these credentials must read, write, list and delete below this prefix."
+    return f"{may} {credentials_fix(subject)}"
 
 
 def _transport(debug: str) -> str:

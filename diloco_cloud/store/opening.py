@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from typing import Final
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from diloco_cloud.errors import ConfigError, MissingDependencyError, StoreError, UnreachableError
@@ -14,6 +16,9 @@ from diloco_cloud.store.memory import MemoryStore
 from diloco_cloud.store.redaction import redacted
 from diloco_cloud.store.retry import RetryingStore, RetryPolicy
 from diloco_cloud.store.uris import FAULTS_SCHEME, is_faulty, plain_uri, split_query
+
+if TYPE_CHECKING:
+    from diloco_cloud.store.faults import Faults
 
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 #: What becomes of a URI that loses a slash, as in ``Path("s3://bucket")``. One letter is a drive.
@@ -68,6 +73,29 @@ def open_driver(uri: str | os.PathLike[str]) -> ObjectStore:
     return _remote(text, parts, prefix)
 
 
+def check_uri(uri: str) -> None:
+    """Check that :func:`open_store` will know what to do with ``uri``; asks nobody.
+
+    Raises:
+        ConfigError: not a URI of a store, one that carries credentials, or the environment does
+            not describe a client for it.
+        MissingDependencyError: the package for this scheme is not installed.
+        DeniedError: a profile is configured but holds no credentials.
+    """
+    text = plain_uri(uri)
+    scheme = urlsplit(text).scheme if is_uri(text) else ""
+    if scheme in ("", "file", "memory", "hf") or _ALIASES.get(scheme, scheme) in _BUCKETS:
+        open_driver(uri)
+        return
+    if is_faulty(uri):
+        _faults(uri)
+    _prefix(_split(text))
+    with _needing_fsspec(scheme):
+        from fsspec import get_filesystem_class
+
+        get_filesystem_class(scheme)
+
+
 def is_uri(text: str) -> bool:
     """Whether ``text`` names a store by a URI rather than by a path.
 
@@ -85,14 +113,21 @@ def is_uri(text: str) -> bool:
 
 
 def _faulty(text: str) -> ObjectStore:
-    from diloco_cloud.store.faults import Faults, FaultyStore
+    from diloco_cloud.store.faults import FaultyStore
 
-    inner, query = plain_uri(text), split_query(text)[1]
-    if is_faulty(inner):
+    faults = _faults(text)
+    return FaultyStore(open_driver(plain_uri(text)), faults)
+
+
+def _faults(text: str) -> Faults:
+    """The faults that a URI asks for."""
+    from diloco_cloud.store.faults import Faults
+
+    if is_faulty(plain_uri(text)):
         raise ConfigError(
             f"the store's URI begins with {FAULTS_SCHEME} twice", fix="Once is enough."
         )
-    return FaultyStore(open_driver(inner), Faults.parse(query.removeprefix("?")))
+    return Faults.parse(split_query(text)[1].removeprefix("?"))
 
 
 def _split(text: str) -> SplitResult:
@@ -165,17 +200,36 @@ def _hf_bucket(parts: SplitResult, prefix: str) -> tuple[str, str]:
 
 
 def _filesystem(text: str, scheme: str) -> ObjectStore:
-    try:
+    with _needing_fsspec(scheme):
         from fsspec.core import url_to_fs
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{scheme}:// needs the package fsspec", fix="pip install 'diloco-cloud[fsspec]'"
-        ) from error
-    from diloco_cloud.store.filesystem import FilesystemStore
 
+        from diloco_cloud.store.filesystem import FilesystemStore
+
+        try:
+            fs, root = url_to_fs(text, skip_instance_cache=True)
+        except (ImportError, ValueError, StoreError):
+            raise
+        except Exception as error:  # some connect at once, and raise whatever their client raises
+            line = redacted(str(error).split("\n", 1)[0])[:300]
+            raise UnreachableError(
+                f"{redacted(text)} cannot be reached ({type(error).__name__}: {line})",
+                fix="Check the address, the network, and what this filesystem needs.",
+            ) from error
+    return FilesystemStore(fs, root)
+
+
+@contextlib.contextmanager
+def _needing_fsspec(scheme: str) -> Iterator[None]:
+    """Turn what fsspec says of a scheme into errors of ours."""
     try:
-        fs, root = url_to_fs(text, skip_instance_cache=True)
+        yield
+    except StoreError:
+        raise
     except ImportError as error:
+        if (error.name or "").partition(".")[0] == "fsspec":
+            raise MissingDependencyError(
+                f"{scheme}:// needs the package fsspec", fix="pip install 'diloco-cloud[fsspec]'"
+            ) from error
         raise MissingDependencyError(
             f"{scheme}:// needs a package that is not installed",
             fix=f"pip install 'diloco-cloud[fsspec]'; then: {error}",
@@ -185,12 +239,3 @@ def _filesystem(text: str, scheme: str) -> ObjectStore:
             f"no store knows the scheme {scheme}://",
             fix="Use a directory, s3://, gs://, az:// or hf://buckets/.",
         ) from None
-    except StoreError:
-        raise
-    except Exception as error:  # some connect at once, and raise whatever their client raises
-        line = redacted(str(error).split("\n", 1)[0])[:300]
-        raise UnreachableError(
-            f"{redacted(text)} cannot be reached ({type(error).__name__}: {line})",
-            fix="Check the address, the network, and what this filesystem needs.",
-        ) from error
-    return FilesystemStore(fs, root)

@@ -7,6 +7,7 @@ path must not be looked for at the end of the text.
 from __future__ import annotations
 
 from typing import Final
+from urllib.parse import unquote, urlsplit
 
 #: Before the scheme of a store that is to misbehave.
 FAULTS_SCHEME: Final = "faults+"
@@ -42,3 +43,9 @@ def parent_uri(uri: str) -> str:
     """The store that the prefix ``uri`` lies in, with the same faults."""
     path, query = split_query(uri)
     return path.rstrip("/").rpartition("/")[0] + query
+
+
+def store_text(uri: str) -> str:
+    """A store as people write it: a local one as a path."""
+    parts = urlsplit(uri)
+    return unquote(parts.path) if parts.scheme == "file" else uri

@@ -9,23 +9,27 @@ merged. The result is a model that transformers loads, or an adapter that peft l
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco_cloud.errors import ConfigError, MissingDependencyError
+from diloco_cloud.trainers.composer_channels import check_read, load_functions, makes_rollouts
 from diloco_cloud.trainers.composer_settings import (
     check_channels,
     check_dtype,
     check_grpo,
+    check_loss_type,
     taid_schedule,
     weight,
 )
-from diloco_cloud.trainers.pretrained import Pretrained, load_pretrained
+from diloco_cloud.trainers.pretrained import TINY, Pretrained, load_pretrained
+from diloco_cloud.trainers.run_length import run_length
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from torch import nn
 
     from diloco_cloud.outer.manager import MockManager
 
@@ -102,11 +106,13 @@ def train(
         sdpo_wrapper: "none", "taid" or "entropy_opd".
         taid: of TAIDScheduler (``t_start``, ``t_end``); for "taid". ``t`` is linear in the run's
             agreed step, so that all replicas have the same.
-        channels: further keywords of ComposerReplicationTrainer, without those above.
+        channels: further keywords of ComposerReplicationTrainer, without those above; functions
+            (``hint_generator``, ``tools``, …) by import path.
 
     Returns:
         JSON values: steps and tokens of this process, the learning rate it ended with, the last
-        reward and the mean of all, and what each channel learnt from.
+        reward and the mean of all (None where nothing was scored), the rewards not had by reason,
+        the prompts of all replicas that were skipped, and what each channel learnt from.
 
     Raises:
         ConfigError: settings, model or data that cannot work, or a channel that has a weight and
@@ -121,15 +127,18 @@ def train(
         from diloco_cloud.composer.trainer import ComposerReplicationTrainer
         from diloco_cloud.trainers.composer_callback import ComposerCallback
         from diloco_cloud.trainers.composer_data import replica_prompts
+        from diloco_cloud.trainers.composer_rollouts import own_rollouts, sdpo_weight
     except ImportError as error:
         raise MissingDependencyError(
             f"the composer needs trl ({error})", fix="pip install 'diloco-cloud[train]'"
         ) from None
-    steps = _steps(sync_every, rounds, inner_steps)
+    steps = run_length(sync_every, rounds, inner_steps)
     check_grpo(grpo)
+    check_loss_type(grpo, GRPOConfig)
     check_channels(channels, ComposerReplicationTrainer, GRPOTrainer)
     check_dtype(dtype, has_lora=lora is not None)
     schedule = taid_schedule(sdpo_wrapper, taid, steps)
+    adapter, keywords = _lora(lora), load_functions(channels)
     data = replica_prompts(
         rank=rank,
         world_size=world_size,
@@ -141,26 +150,22 @@ def train(
         prompts=prompts,
         rewards=rewards,
         pairs=dpo_pairs,
+        has_prompts="environment_factory" not in keywords,
     )
-    has_hints = _has_hints(data.rows, channels or {})
-    if alpha_sdpo is None and sdpo_wrapper != "none" and not has_hints:
-        raise ConfigError(
-            f"sdpo_wrapper is {sdpo_wrapper!r}, and channel 2 has no data",
-            fix="Give prompts with a hint or an error_kind, or leave sdpo_wrapper out.",
-        )
-    alpha_sdpo = weight(
-        "alpha_sdpo",
-        alpha_sdpo,
-        default=0.1,
-        has_data=has_hints,
-        needs="prompts with a hint or an error_kind, such as task_args.hints of arithmetic",
-    )
+    alpha_sdpo = sdpo_weight(alpha_sdpo, data, keywords, sdpo_wrapper)
     beta_replay = weight(
         "beta_replay",
         beta_replay,
         default=0.05,
         has_data=data.pairs is not None,
         needs="dpo_pairs",
+    )
+    check_read(
+        keywords,
+        sdpo_wrapper=sdpo_wrapper,
+        has_hints=data.brings("hint", "error_kind") or makes_rollouts(keywords),
+        has_error_kinds=data.brings("error_kind"),
+        has_pairs=data.pairs is not None,
     )
     callback = ComposerCallback(
         manager,
@@ -171,7 +176,8 @@ def train(
         nesterov=nesterov,
     )
     with tempfile.TemporaryDirectory(prefix="diloco-composer-") as folder:
-        loaded = load_pretrained(model, dtype=dtype, cache=Path(folder))
+        built = Path(folder) if model == TINY else None
+        loaded = load_pretrained(model, dtype=dtype, cache=built)
         settings = {
             "output_dir": f"{folder}/output",
             "max_steps": steps,
@@ -190,37 +196,78 @@ def train(
             **_precision(dtype),
             **(grpo or {}),
         }
-        trainer = ComposerReplicationTrainer(
-            model=loaded.model,
-            processing_class=loaded.tokenizer,
-            reward_funcs=data.rewards,
-            args=_config(GRPOConfig, settings),
-            train_dataset=data.rows,
-            callbacks=[callback],
-            peft_config=_lora(lora),
-            dpo_pairs=data.pairs,
+        config = _config(GRPOConfig, settings)
+        rollouts = own_rollouts(
+            data,
+            loaded,
+            keywords,
             alpha_sdpo=alpha_sdpo,
-            beta_replay=beta_replay,
-            sdpo_wrapper=sdpo_wrapper,
-            taid_t=None if schedule is None else schedule.linear(0),
-            **(channels or {}),
+            max_completion_length=max_completion_length,
+            template_options=config.chat_template_kwargs,
         )
+        try:
+            policy, adapter = _policy(loaded.model, adapter, manager.init_from)
+            trainer = ComposerReplicationTrainer(
+                model=policy,
+                processing_class=loaded.tokenizer,
+                reward_funcs=data.rewards,
+                args=config,
+                train_dataset=rollouts.rows,
+                callbacks=[callback],
+                peft_config=adapter,
+                dpo_pairs=data.pairs,
+                alpha_sdpo=rollouts.alpha_sdpo,
+                beta_replay=beta_replay,
+                sdpo_wrapper=sdpo_wrapper,
+                taid_t=None if schedule is None else schedule.linear(0),
+                **keywords,
+            )
+        except ValueError as error:
+            raise _as_config_error(error) from error
+        if manager.init_from is not None and trainer.ref_model is not None:
+            # TRL has loaded it by the model's name.
+            unwrap = trainer.accelerator.unwrap_model
+            unwrap(trainer.ref_model).load_state_dict(unwrap(trainer.model).state_dict())
         trainer.policy_clock = manager.current_step
         callback.trainer = trainer
         trainer.train()
         manager.save_result(_result_files(trainer.model, loaded))
-        return _result(trainer, steps)
+        return _result(trainer, steps, prompts_skipped=rollouts.skipped)
 
 
-def _has_hints(rows: Dataset, channels: Mapping[str, Any]) -> bool:
-    """Whether channel 2 can fire: by the rows, or by what makes rollouts."""
-    from_tools = "hint_generator" in channels and "tools" in channels
-    in_rows = not {"hint", "error_kind"}.isdisjoint(rows.column_names)
-    return in_rows or from_tools or "rollout_func" in channels
+def _policy(model: Any, adapter: Any, init_from: str | None) -> tuple[nn.Module, Any]:
+    """The model that the trainer is made on, and the adapter that the trainer is to make.
+
+    A run that begins with given weights has them in the model before the trainer is made: what the
+    trainer takes for the reference policy is then what the run begins with. Its outer loop alone
+    would load them too late.
+    """
+    if init_from is None:
+        return model, adapter
+    from diloco_cloud.outer.start import begin_with
+
+    if adapter is not None:
+        from peft import get_peft_model
+
+        model = get_peft_model(model, adapter)
+    begin_with(init_from, model)
+    return model, None
 
 
-def _result(trainer: Any, steps: int) -> dict[str, Any]:
-    rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
+def _as_config_error(error: ValueError) -> ConfigError:
+    """What TRL and peft refuse while the trainer is made is a setting that cannot work."""
+    if isinstance(error, ConfigError):
+        return error
+    return ConfigError(
+        f"the trainer cannot be made with these settings: {error}",
+        fix="Look at grpo, lora (target_modules), channels and the model's chat template.",
+    )
+
+
+def _result(trainer: Any, steps: int, *, prompts_skipped: int) -> dict[str, Any]:
+    # TRL logs None for a window in which nothing was scored.
+    logged = [line.get("reward") for line in trainer.state.log_history]
+    rewards = [value for value in logged if value is not None and math.isfinite(value)]
     return {
         "inner_steps": steps,
         "steps_taken": trainer.state.global_step,
@@ -228,27 +275,14 @@ def _result(trainer: Any, steps: int) -> dict[str, Any]:
         "learning_rate": trainer.optimizer.param_groups[0]["lr"],
         "reward": rewards[-1] if rewards else None,
         "mean_reward": sum(rewards) / len(rewards) if rewards else None,
-        "prompts_skipped": trainer.prompts_skipped,
+        "reward_failures": dict(trainer.rewards.failures),
+        "prompts_skipped": prompts_skipped + trainer.prompts_skipped,
         **{
             f"{name}_{what}": activity.total[what]
             for name, activity in trainer.activity.items()
             for what in ("active", "tokens", "skipped")
         },
     }
-
-
-def _steps(sync_every: int, rounds: int | None, inner_steps: int | None) -> int:
-    if rounds is not None and inner_steps is not None and inner_steps != sync_every * rounds:
-        raise ConfigError(
-            f"{rounds} rounds of {sync_every} steps are not inner_steps {inner_steps}",
-            fix="Set one of rounds and inner_steps.",
-        )
-    total = inner_steps if rounds is None else sync_every * rounds
-    if total is None or total < 1:
-        raise ConfigError(
-            "nothing says how long to train", fix="Set rounds, or the trainer's inner_steps."
-        )
-    return total
 
 
 def _precision(dtype: str) -> dict[str, Any]:

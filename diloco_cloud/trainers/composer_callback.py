@@ -25,11 +25,11 @@ _REPORTED = ("reward", "kl", "entropy", "completions/mean_length")
 class ComposerCallback(DiLoCoCallback):
     """DiLoCo for a :class:`ComposerReplicationTrainer`.
 
-    Tokens are a replica's weight in the mean: all that its passes with a gradient have read, in all
-    channels, prompts included. They measure the work that is in a contribution. Completions alone
-    would weigh a replica whose answers happen to be long more than its share of prompts. The
-    policy version of a contribution is the number of outer steps in the oldest policy its rollouts
-    came from.
+    Tokens are a replica's weight in the mean: all that channel 1's passes with a gradient have
+    read, prompts included, and the response tokens that channels 2 and 3 have learnt from. They
+    measure the work that is in a contribution. Completions alone would weigh a replica whose
+    answers happen to be long more than its share of prompts. The policy version of a contribution
+    is the number of outer steps in the oldest policy its rollouts came from.
 
     Args:
         manager: this replica's manager.

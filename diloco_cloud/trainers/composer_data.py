@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from diloco_cloud.composer.rewards import RewardFunction, Task, load_object, load_task
 from diloco_cloud.errors import ConfigError
+from diloco_cloud.trainers.composer_rows import Rows, as_table, dealt
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -24,20 +23,93 @@ _RANKS: Final = 4096
 
 
 @dataclass(frozen=True)
-class ReplicaPrompts:
-    """One replica's share.
+class Share:
+    """How rows are shared out among the replicas.
 
     Attributes:
-        rows: to roll out from.
+        rank: of this replica.
+        world_size: number of replicas; 1 for rows that are this one's alone.
+        seed: of the run.
+        attempt: this life of the rank.
+    """
+
+    rank: int
+    world_size: int
+    seed: int
+    attempt: int
+
+    def of(self, count: int, source: str, *, first: set[int] | None = None) -> list[int]:
+        """Which of ``count`` rows are this replica's; another life has them in another order.
+
+        Args:
+            count: of all rows, the same on all replicas.
+            source: of the rows, for an error.
+            first: rows that are dealt first, so that every replica has as many of them.
+
+        Raises:
+            ConfigError: there are fewer rows than replicas.
+        """
+        self.require(count, source)
+        shuffle = random.Random(_hashed(self.seed)).shuffle
+        own = dealt(count, self.rank, self.world_size, shuffle=shuffle, first=first or set())
+        random.Random(_hashed(self.seed, self.rank, self.attempt)).shuffle(own)
+        return own
+
+    def require(self, count: int, source: str) -> None:
+        """Refuse ``count`` rows if there are more replicas.
+
+        Raises:
+            ConfigError: see above.
+        """
+        if count < self.world_size:
+            raise ConfigError(
+                f"{source} has {count} rows for {self.world_size} replicas",
+                fix="Give more rows, or fewer replicas.",
+            )
+
+
+@dataclass(frozen=True)
+class ReplicaPrompts:
+    """What the replicas' rollouts and pairs come from.
+
+    Attributes:
+        rows: of all replicas, of which each takes a share; of a task that makes rows up, this
+            one's own.
+        source: of the rows, as its user knows it.
+        share: of this replica.
         rewards: that judge the completions.
-        pairs: of the replay channel; None without.
+        pairs: preference pairs for the replay channel: the share of them that this replica trains
+            on; None for a run without pairs.
         seed: of this life of this rank, for all that it draws.
     """
 
     rows: Dataset
+    source: str
+    share: Share
     rewards: list[RewardFunction]
     pairs: list[dict[str, Any]] | None
     seed: int
+
+    def brings(self, *columns: str) -> bool:
+        """Whether any row of any replica has something in one of ``columns``."""
+        return bool(self._filled(self.rows, *columns))
+
+    def mine(self, rows: Dataset) -> Dataset:
+        """This replica's share of ``rows``, with its part of those that bring a hint.
+
+        Args:
+            rows: all rows, or those of them that can be used: the same on all replicas.
+
+        Raises:
+            ConfigError: there are fewer rows than replicas.
+        """
+        hinted = self._filled(rows, "hint", "error_kind")
+        return rows.select(self.share.of(len(rows), self.source, first=hinted))
+
+    @staticmethod
+    def _filled(rows: Dataset, *columns: str) -> set[int]:
+        present = [name for name in columns if name in rows.column_names]
+        return {i for name in present for i, value in enumerate(rows[name]) if value}
 
 
 def replica_prompts(
@@ -52,8 +124,9 @@ def replica_prompts(
     prompts: str | None,
     rewards: Sequence[str],
     pairs: str | None,
+    has_prompts: bool = True,
 ) -> ReplicaPrompts:
-    """Make or read this replica's prompts.
+    """Make or read the prompts.
 
     Rows of a file, and of a task that has a set of them (``Task.size``), are shared out: no two
     ranks have the same one, and a later life of a rank has the same share as its first, in another
@@ -71,13 +144,12 @@ def replica_prompts(
         prompts: a JSONL file of rows, instead of a task.
         rewards: import paths of reward functions, besides the task's.
         pairs: a JSONL file of preference pairs, or None.
+        has_prompts: whether each row must have a prompt; not where environments write them.
 
     Raises:
         ConfigError: neither task nor prompts, or both; nothing judges the completions; a file is
-            not to be read; it, or the task, has fewer rows than there are replicas.
+            not to be read, or a row of it; it, or the task, has fewer rows than there are replicas.
     """
-    from datasets import Dataset
-
     if (task is None) == (prompts is None):
         raise ConfigError(
             "task and prompts are both " + ("missing" if task is None else "given"),
@@ -87,77 +159,50 @@ def replica_prompts(
         raise ConfigError(
             f"rewards is one string, {rewards!r}", fix=f'Write rewards as a list: ["{rewards}"].'
         )
-    mine = _hashed(seed, rank, attempt)
+    share = Share(rank, world_size, seed, attempt)
     functions: list[RewardFunction] = [load_object(path) for path in rewards]
+    own = share
     if task is not None:
         made = load_task(task, **task_args)
-        rows = _task_rows(made, task, count, seed, rank, world_size, attempt)
         functions.insert(0, made.reward)
+        rows = Rows.made(f"task {task!r}", _task_rows(made, count, share))
+        if getattr(made, "size", None) is None:
+            own = Share(0, 1, seed, attempt)
     else:
         assert prompts is not None
-        rows = _share(read_rows(prompts), rank, world_size, prompts)
+        rows = Rows.read(prompts)
     if not functions:
         raise ConfigError(
             "nothing judges the completions",
             fix='Set rewards to import paths of reward functions, such as ["pkg.module:reward"].',
         )
-    found = None if pairs is None else _share(read_rows(pairs), rank, world_size, pairs)
-    return ReplicaPrompts(Dataset.from_list(rows), functions, found, mine)
+    own.require(len(rows.rows), rows.source)
+    return ReplicaPrompts(
+        rows=as_table(rows, has_prompts=has_prompts),
+        source=rows.source,
+        share=own,
+        rewards=functions,
+        pairs=None if pairs is None else _own_pairs(pairs, share),
+        seed=_hashed(seed, rank, attempt),
+    )
 
 
-def _task_rows(
-    made: Task, name: str, count: int, seed: int, rank: int, world_size: int, attempt: int
-) -> list[dict[str, Any]]:
-    """This replica's rows of a task."""
-    if getattr(made, "size", None) is None:
-        # Next to each other, seeds would share rows: reasoning-gym makes row i from seed + i. 32
-        # bits, for some of its data sets are numpy's.
-        place = (attempt * _RANKS + rank) * count
-        return made.rows(count, seed=(_hashed(seed) + place) % 2**32)
-    rows = _share(made.rows(count * world_size, seed=_hashed(seed)), rank, world_size, name)
-    random.Random(_hashed(seed, rank, attempt)).shuffle(rows)
-    return rows
+def _task_rows(made: Task, count: int, share: Share) -> list[dict[str, Any]]:
+    """All replicas' rows of a task that has a set of them; this one's of a task that has not."""
+    if getattr(made, "size", None) is not None:
+        return made.rows(count * share.world_size, seed=_hashed(share.seed))
+    # Next to each other, seeds would share rows: reasoning-gym makes row i from seed + i. 32 bits,
+    # for some of its data sets are numpy's.
+    place = (share.attempt * _RANKS + share.rank) * count
+    return made.rows(count, seed=(_hashed(share.seed) + place) % 2**32)
+
+
+def _own_pairs(path: str, share: Share) -> list[dict[str, Any]]:
+    rows = Rows.read(path).rows
+    return [rows[index] for index in share.of(len(rows), path)]
 
 
 def _hashed(*numbers: int) -> int:
     """A seed of 31 bits, which has nothing in common with that of other numbers."""
     digest = blake2b(repr(numbers).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def read_rows(path: str) -> list[dict[str, Any]]:
-    """The objects of a JSONL file.
-
-    Raises:
-        ConfigError: there is no such file, or a line of it is no JSON object.
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error}",
-            fix="Give a JSONL file that every replica finds at this path.",
-        ) from error
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}, line {number} is no JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"{path}, line {number} is no JSON object")
-        rows.append(row)
-    return rows
-
-
-def _share(
-    rows: list[dict[str, Any]], rank: int, world_size: int, source: str
-) -> list[dict[str, Any]]:
-    if len(rows) < world_size:
-        raise ConfigError(
-            f"{source} has {len(rows)} rows for {world_size} replicas",
-            fix="Give more rows, or fewer replicas.",
-        )
-    return rows[rank::world_size]

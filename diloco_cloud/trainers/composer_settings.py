@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,6 +46,25 @@ def check_grpo(grpo: Mapping[str, Any] | None) -> None:
     for name in sorted(_OWN_SETTING.keys() & (grpo or {}).keys()):
         raise ConfigError(
             f"grpo sets {name}, which has a setting of its own", fix=f"Set {_OWN_SETTING[name]}."
+        )
+
+
+def check_loss_type(grpo: Mapping[str, Any] | None, config: Any) -> None:
+    """Refuse a loss that TRL would find unknown only in the first step.
+
+    Args:
+        grpo: further settings of GRPOConfig.
+        config: that class. Its help is where it lists them.
+
+    Raises:
+        ConfigError: see above.
+    """
+    loss = (grpo or {}).get("loss_type")
+    known = re.findall(r"'(\w+)'", str(config.__dataclass_fields__["loss_type"].metadata["help"]))
+    if loss is not None and known and loss not in known:
+        raise ConfigError(
+            f"grpo sets loss_type to {loss!r}, which TRL has not",
+            fix=f"Use {', '.join(dict.fromkeys(known))}.",
         )
 
 

@@ -19,6 +19,7 @@ from diloco_cloud.trainers.data import ReplicaData, TextOptions, prepare_data, r
 from diloco_cloud.trainers.inner import InnerSchedule, make_optimizer
 from diloco_cloud.trainers.inner_loop import InnerLoop, MergedModelJudge
 from diloco_cloud.trainers.model import ModelShape, build_model, model_fragments
+from diloco_cloud.trainers.run_length import run_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -110,7 +111,7 @@ def train(
         learning_rate=learning_rate,
         gradient_clip=gradient_clip,
     )
-    total_steps = _total_steps(sync_every, rounds, inner_steps)
+    total_steps = run_length(sync_every, rounds, inner_steps)
     options = TextOptions(
         text=text,
         tokenizer=tokenizer,
@@ -186,22 +187,6 @@ def _sizes(model: PreTrainedModel, data: ReplicaData) -> dict[str, Any]:
         "validation_tokens": data.validation[:, 1:].numel(),
         "corpus_digest": data.corpus_digest,
     }
-
-
-def _total_steps(sync_every: int, rounds: int | None, inner_steps: int | None) -> int:
-    if inner_steps is None and rounds is None:
-        raise ConfigError(
-            "nothing says how long to train", fix="Set rounds, or the trainer's inner_steps."
-        )
-    if inner_steps is not None and rounds is not None and inner_steps != sync_every * rounds:
-        raise ConfigError(
-            f"{rounds} rounds of {sync_every} steps are not inner_steps {inner_steps}",
-            fix="Set one of rounds and inner_steps.",
-        )
-    total = sync_every * rounds if rounds is not None else inner_steps
-    assert total is not None
-    _check_positive(inner_steps=total)
-    return total
 
 
 def _default_intermediate_size(hidden_size: int) -> int:

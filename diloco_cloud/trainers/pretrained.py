@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -11,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from diloco_cloud.errors import ConfigError, MissingDependencyError
+from diloco_cloud.trainers import tiny_pretrained
+from diloco_cloud.trainers.folder_cache import folder_once
 from diloco_cloud.trainers.tiny_pretrained import tiny_model, tiny_tokenizer
 
 if TYPE_CHECKING:
@@ -45,10 +49,11 @@ def load_pretrained(name: str, *, dtype: str = "float32", cache: Path | None = N
             file that an installed Python package carries, or "tiny" for a small model with random
             weights.
         dtype: of the weights; those that are trained want "float32".
-        cache: where a GGUF file or the tiny model is unpacked to, once; others need none.
+        cache: where the tiny model is built, and GGUF files are unpacked to, each once; by default
+            beside what transformers downloads (``HF_HOME``).
 
     Raises:
-        ConfigError: there is no such model, or no such dtype.
+        ConfigError: there is no such model, or no such dtype, or the cache cannot be written.
         MissingDependencyError: reading it needs a package that is not installed.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -64,6 +69,8 @@ def load_pretrained(name: str, *, dtype: str = "float32", cache: Path | None = N
             path = _unpacked(Path(path), cache)
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
         model = AutoModelForCausalLM.from_pretrained(path, dtype=kind)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"the model {name!r} cannot be loaded: {error}",
@@ -87,12 +94,12 @@ def _packaged(name: str) -> Path:
 
 
 def _built(cache: Path | None) -> str:
-    if cache is None:
-        raise ConfigError("the tiny model is built", fix="Say where to put it (cache=).")
-    folder = cache / TINY
-    tiny_tokenizer().save_pretrained(folder)
-    tiny_model().save_pretrained(folder)
-    return str(folder)
+    def build(folder: Path) -> None:
+        tiny_tokenizer().save_pretrained(folder)
+        tiny_model().save_pretrained(folder)
+
+    source = Path(tiny_pretrained.__file__).read_bytes()
+    return _kept(f"{TINY}-{hashlib.sha256(source).hexdigest()[:32]}", cache, build)
 
 
 def _unpacked(file: Path, cache: Path | None) -> str:
@@ -100,25 +107,45 @@ def _unpacked(file: Path, cache: Path | None) -> str:
 
     A model that comes straight from a GGUF file counts as quantised: it cannot be trained or saved.
     """
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()[:32]
+    return _kept(f"{file.stem}-{digest}", cache, lambda folder: _unpack(file, folder))
+
+
+def _kept(name: str, cache: Path | None, fill: Callable[[Path], None]) -> str:
+    """The folder of that name in the cache, filled once."""
+    import transformers
+    from huggingface_hub import constants
+
+    parent = Path(constants.HF_HOME) / "diloco-cloud" if cache is None else cache
+    # Another version may write it in another way.
+    name = f"{name}-transformers-{transformers.__version__}"
+    try:
+        return str(folder_once(parent, name, fill))
+    except OSError as error:
+        if error.errno is None:  # transformers' own, of a file that is no model
+            raise
+        raise ConfigError(
+            f"{name} cannot be written: {error}",
+            fix="Set HF_HOME to a folder that can be written, and has room for it.",
+        ) from error
+
+
+def _unpack(file: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    if cache is None:
-        raise ConfigError(f"{file.name} is packed", fix="Say where to unpack it to (cache=).")
-    folder = cache / file.stem
-    if not (folder / "config.json").exists():
-        logger.info("unpacking %s", file.name)
-        source: dict[str, Any] = {"gguf_file": file.name}
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                str(file.parent),
-                dtype=torch.float32,
-                quantization_config=GgufConfig(dequantize=True),
-                **source,
-            )
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"{file.name} cannot be read ({error})", fix="pip install gguf"
-            ) from None
-        AutoTokenizer.from_pretrained(str(file.parent), **source).save_pretrained(folder)
-        model.save_pretrained(folder)
-    return str(folder)
+    logger.info("unpacking %s", file.name)
+    source: dict[str, Any] = {"gguf_file": file.name}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(file.parent),
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+            **source,
+        )
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{file.name} cannot be read ({error})", fix="pip install gguf"
+        ) from None
+    AutoTokenizer.from_pretrained(str(file.parent), **source).save_pretrained(folder)
+    model.save_pretrained(folder)

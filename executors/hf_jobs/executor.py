@@ -12,6 +12,7 @@ from diloco_cloud.collecting import collect_replicas, one_by_one
 from diloco_cloud.errors import LaunchError
 from diloco_cloud.executor import (
     Entrypoint,
+    InstalledExtras,
     LaunchOptions,
     ReplicaHandle,
     ReplicaResult,
@@ -29,6 +30,7 @@ from diloco_cloud.executors.hf_jobs.job_request import (
 from diloco_cloud.executors.hf_jobs.jobs import BACKEND_NAME, Job, Jobs, handle_of, is_replica
 from diloco_cloud.executors.hf_jobs.launching import Launch, check_account
 from diloco_cloud.executors.hf_jobs.logs import read_tail
+from diloco_cloud.extras import extras_of
 from diloco_cloud.launch_request import check_launch
 
 logger = logging.getLogger(__name__)
@@ -129,6 +131,15 @@ class HFJobsExecutor:
             raise
         self._jobs.forget_answers()
         return launch.handles
+
+    def installed_extras(self) -> InstalledExtras | None:
+        """Those that ``pip`` installs; see :class:`diloco_cloud.executor.InstallsPackage`."""
+        settings = self._settings
+        plain = settings.image == DEFAULT_IMAGE and settings.install is not None
+        names = extras_of(settings.install or "") if plain else None
+        if names is None:
+            return None
+        return InstalledExtras(names, f"hf-jobs.install='{_this_package('{extras}')}'")
 
     def check_launch(
         self,
@@ -247,7 +258,7 @@ class HFJobsExecutor:
         if not handles and not surely:
             logger.warning(
                 "%s, who owns the token here, has no jobs of %s. If it was launched with another's "
-                "token: cancel it with that one.",
+                "token: set HF_TOKEN to that one (or `hf auth login`), and try again.",
                 ", ".join(namespaces),
                 name,
             )
@@ -262,7 +273,7 @@ class HFJobsExecutor:
         return [str(self._hub.account()["name"])], False
 
 
-def _this_package() -> str:
+def _this_package(extras: str = "diloco,s3") -> str:
     from diloco_cloud import __version__
 
-    return f"diloco-cloud[diloco,s3]=={__version__}"
+    return f"diloco-cloud[{extras}]=={__version__}"

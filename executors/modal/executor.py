@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from diloco_cloud.collecting import collect_replicas, one_by_one
-from diloco_cloud.errors import ConfigError, DilocoError
+from diloco_cloud.errors import DilocoError
 from diloco_cloud.executor import (
     Entrypoint,
+    InstalledExtras,
     LaunchOptions,
     ReplicaHandle,
     ReplicaResult,
@@ -24,7 +25,11 @@ from diloco_cloud.executors.modal import logs, recovery, sdk
 from diloco_cloud.executors.modal.calls import Look, look
 from diloco_cloud.executors.modal.plan import ModalPlan, app_name, plan_launch
 from diloco_cloud.executors.modal.session import Session
-from diloco_cloud.executors.modal.settings import DEFAULT_EXTRAS, ModalSettings
+from diloco_cloud.executors.modal.settings import (
+    DEFAULT_EXTRAS,
+    ModalSettings,
+    check_own_function,
+)
 from diloco_cloud.launch_request import LaunchRequest, check_launch
 
 if TYPE_CHECKING:
@@ -147,6 +152,10 @@ class ModalExecutor:
         request = check_launch(n_replicas, entrypoint, entrypoint_args, options, timeout=timeout)
         return self._plan(request, options.name, gpu, timeout).requests()
 
+    def installed_extras(self) -> InstalledExtras | None:
+        """Those of the image that is made; see :class:`diloco_cloud.executor.InstallsPackage`."""
+        return self._settings.installed_extras()
+
     def check_launch(
         self,
         n_replicas: int,
@@ -177,7 +186,7 @@ class ModalExecutor:
         self, request: LaunchRequest, name: str, gpu: str | None, timeout: float
     ) -> ModalPlan:
         if self._settings.function is not None:
-            _check_own(request, gpu)
+            check_own_function(request, gpu)
         return plan_launch(request, self._settings, name=name, gpu=gpu, timeout=timeout)
 
     def _place(self, plan: ModalPlan, request: LaunchRequest) -> apps.Place:
@@ -346,6 +355,8 @@ class ModalExecutor:
             if not found.strangers:
                 raise failure
             logger.warning("%s", failure)  # the others are to be ended all the same
+        elif not found.calls and not known:
+            logger.warning(recovery.NOTHING_THERE, app, self._session.environment_text)
         return [_handle(rank, attempt, app, call_id) for rank, attempt, call_id in found.calls]
 
     def release(self, name: str) -> None:
@@ -375,21 +386,6 @@ class ModalExecutor:
         if isinstance(app, str):
             session = self._session
             session.try_to(lambda: apps.stop_if_idle(session, app), f"stop {app}")
-
-
-def _check_own(request: LaunchRequest, gpu: str | None) -> None:
-    """Refuse what only the decorator of the user's own function can say."""
-    if gpu is not None:
-        raise ConfigError(
-            f"gpu={gpu!r} has no effect on a function of your own",
-            fix="Set it where the function is decorated.",
-        )
-    if request.secrets:
-        names = ", ".join(sorted(request.secrets))
-        raise ConfigError(
-            f"a function of your own cannot be given {names}",
-            fix="Add modal.Secret.from_name(…) where it is decorated, and leave --secret out.",
-        )
 
 
 def _handle(rank: int, attempt: int, app: str | None, call_id: str) -> ReplicaHandle:

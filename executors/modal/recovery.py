@@ -24,6 +24,14 @@ _PATIENCE_S: Final = 15.0
 _INTERVAL_S: Final = 0.5
 
 
+#: Said of an App, and of an environment, in which there is nothing.
+NOTHING_THERE: Final = (
+    "Modal knows no call of %s in %s of the workspace whose token is set here. If it was launched "
+    "in another: set MODAL_PROFILE (or MODAL_TOKEN_ID and MODAL_TOKEN_SECRET) and "
+    "MODAL_ENVIRONMENT to those, and try again."
+)
+
+
 @dataclass(frozen=True)
 class Found:
     """What is known of the calls of a run's App.

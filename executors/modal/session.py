@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -50,6 +51,12 @@ class Session:
                 except Exception as error:
                     raise sdk.translated(error, "be reached") from error
             return self._client
+
+    @property
+    def environment_text(self) -> str:
+        """The environment that is asked, for people."""
+        name = self.environment or os.environ.get("MODAL_ENVIRONMENT")
+        return f"the environment {name}" if name else "the default environment"
 
     def call(self, call_id: str) -> Any:
         """A call of the SDK's, by its id; nothing is asked yet."""

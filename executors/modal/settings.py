@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from diloco_cloud.errors import ConfigError
+from diloco_cloud.executor import InstalledExtras
 from diloco_cloud.executors.modal.hardware import check_cloud, parse_gpus, parse_regions
 
 if TYPE_CHECKING:
     import modal
+
+    from diloco_cloud.launch_request import LaunchRequest
 
 #: Extras of the package that the default image has: the outer loop, and the client of the stores.
 DEFAULT_EXTRAS: Final = ("diloco", "s3")
@@ -62,6 +65,12 @@ class ModalSettings:
             }
         )
 
+    def installed_extras(self) -> InstalledExtras | None:
+        """The extras of the image that is made; None where there is another."""
+        if self.image is not None or self.function is not None:
+            return None
+        return InstalledExtras(frozenset(self.extras), "modal.extras={extras}")
+
 
 def _names(setting: str, value: str | Sequence[str]) -> tuple[str, ...]:
     """Names from "a,b" or a list."""
@@ -82,4 +91,19 @@ def _check_function(given: dict[str, Any]) -> None:
     if isinstance(function, str) and not all(function.partition("/")):
         raise ConfigError(
             f"function is {function!r}", fix='Write "app-name/function-name" of a deployed App.'
+        )
+
+
+def check_own_function(request: LaunchRequest, gpu: str | None) -> None:
+    """Refuse what only the decorator of the user's own function can say."""
+    if gpu is not None:
+        raise ConfigError(
+            f"gpu={gpu!r} has no effect on a function of your own",
+            fix="Set it where the function is decorated.",
+        )
+    if request.secrets:
+        names = ", ".join(sorted(request.secrets))
+        raise ConfigError(
+            f"a function of your own cannot be given {names}",
+            fix="Add modal.Secret.from_name(…) where it is decorated, and leave --secret out.",
         )

@@ -83,6 +83,7 @@ class RayJobsExecutor:
     ) -> None:
         _check_settings(cpus, secrets_dir, cluster_secrets)
         self._api = JobsApi(find_address(address))
+        self._is_address_given = address is not None  # and so in the record of a run
         self._settings = Settings(
             python=python,
             cpus=cpus,
@@ -282,6 +283,13 @@ class RayJobsExecutor:
             for submission_id, job in jobs.items()
             if (job.get("metadata") or {}).get(RUN_KEY) == name
         ]
+        if not ours and not self._is_address_given:
+            logger.warning(
+                "Ray at %s remembers no job of %s. If it was launched on another cluster: set "
+                "RAY_API_SERVER_ADDRESS to that one's, and try again.",
+                self._api.address,
+                name,
+            )
         return [
             ReplicaHandle(rank, BACKEND_NAME, {"submission_id": submission_id})
             for _, rank, submission_id in sorted(ours)

@@ -14,6 +14,13 @@ from diloco_cloud.executors.sagemaker.states import needs_description, status_of
 
 _PAGE: Final = 100
 
+#: Said of a launch, of a region and of an account, in which there is nothing.
+NOTHING_THERE: Final = (
+    "SageMaker knows no training job of %s in %s, the region that is set here, of %s. If it was "
+    "launched elsewhere: set AWS_REGION to that region, AWS_PROFILE (or the credentials) to that "
+    "account's, and try again."
+)
+
 
 class _Answer:
     """The newest listing of one launch's jobs, or the error it ended with."""

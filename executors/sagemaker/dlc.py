@@ -10,9 +10,9 @@ from diloco_cloud.executors.sagemaker.faults import message_of
 from diloco_cloud.executors.sagemaker.source import SOURCE_PATH
 
 
-def default_package() -> str:
+def default_package(extras: str = "diloco,s3") -> str:
     """What is installed in the container: the version that launches."""
-    return f"diloco-cloud[diloco,s3]=={__version__}"
+    return f"diloco-cloud[{extras}]=={__version__}"
 
 
 def deep_learning_image(pytorch: str, region: str, instance_type: str) -> str:

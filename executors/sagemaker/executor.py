@@ -12,13 +12,14 @@ from diloco_cloud.collecting import collect_replicas, one_by_one
 from diloco_cloud.errors import ConfigError, DilocoError
 from diloco_cloud.executor import (
     Entrypoint,
+    InstalledExtras,
     LaunchOptions,
     ReplicaHandle,
     ReplicaResult,
     ReplicaStatus,
 )
 from diloco_cloud.executors.sagemaker import logs, secrets
-from diloco_cloud.executors.sagemaker.board import JobBoard
+from diloco_cloud.executors.sagemaker.board import NOTHING_THERE, JobBoard
 from diloco_cloud.executors.sagemaker.clients import Clients, require_sdk
 from diloco_cloud.executors.sagemaker.faults import (
     code_of,
@@ -30,7 +31,7 @@ from diloco_cloud.executors.sagemaker.faults import (
 from diloco_cloud.executors.sagemaker.jobs import BACKEND_NAME, Job
 from diloco_cloud.executors.sagemaker.launching import start_jobs
 from diloco_cloud.executors.sagemaker.planning import Plan, plan_launch
-from diloco_cloud.executors.sagemaker.roles import caller_account, check_role
+from diloco_cloud.executors.sagemaker.roles import account_text, caller_account, check_role
 from diloco_cloud.executors.sagemaker.settings import Settings
 from diloco_cloud.executors.sagemaker.usage import Usage, usage_of
 from diloco_cloud.launch_request import check_launch
@@ -173,6 +174,10 @@ class SageMakerExecutor:
             n_replicas, entrypoint, entrypoint_args, gpu=gpu, timeout=timeout, options=options
         )
         return plan.preview()
+
+    def installed_extras(self) -> InstalledExtras | None:
+        """Those put into AWS's container; see :class:`diloco_cloud.executor.InstallsPackage`."""
+        return self._settings.installed_extras()
 
     def check_launch(
         self,
@@ -338,12 +343,8 @@ class SageMakerExecutor:
                 raise translated(error, f"look for training jobs of {name}") from error
             handles += [Job(found, name, region).handle(arn=arn) for found, arn in arns.items()]
         if not handles and not surely:
-            logger.warning(
-                "SageMaker knows no training job of %s in %s, the region that is set here. If it "
-                "was launched in another: set AWS_REGION to that one, and stop what is there.",
-                name,
-                ", ".join(regions),
-            )
+            whose = account_text(self._clients, regions[0])
+            logger.warning(NOTHING_THERE, name, ", ".join(regions), whose)
         return handles
 
     def _regions(self, name: str) -> tuple[list[str], bool]:

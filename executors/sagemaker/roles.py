@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
-from diloco_cloud.errors import ConfigError
+from diloco_cloud.errors import ConfigError, DilocoError
 from diloco_cloud.executors.sagemaker.clients import Clients
 from diloco_cloud.executors.sagemaker.faults import code_of, message_of, translated
 from diloco_cloud.executors.sagemaker.jobs import account_of
@@ -28,6 +28,14 @@ def caller_account(clients: Clients, region: str) -> str:
         return str(clients.get("sts", region).get_caller_identity()["Account"])
     except Exception as error:  # botocore has no one base of its errors
         raise translated(error, "use the AWS credentials") from error
+
+
+def account_text(clients: Clients, region: str) -> str:
+    """The same for people, who are told so where AWS does not say."""
+    try:
+        return f"account {caller_account(clients, region)}"
+    except DilocoError as error:
+        return f"an account that is not known ({error.message})"
 
 
 def check_role(clients: Clients, region: str, role: str) -> None:

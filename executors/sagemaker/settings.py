@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from diloco_cloud.errors import ConfigError
+from diloco_cloud.executor import InstalledExtras
+from diloco_cloud.executors.sagemaker.dlc import default_package
 from diloco_cloud.executors.sagemaker.limits import check_keep_alive
+from diloco_cloud.extras import extras_of
 
 _S3: Final = "s3://"
 _MOST_RETRIES: Final = 30
@@ -62,6 +65,15 @@ class Settings:
         settings = cls(**given)
         settings._check_together()
         return settings
+
+    def installed_extras(self) -> InstalledExtras | None:
+        """The extras put into AWS's container; None where image or sources are the user's."""
+        if self.image is not None or self.source_dir is not None:
+            return None  # a requirements.txt among the sources may name anything
+        names = extras_of(self.package or default_package())
+        if names is None:
+            return None
+        return InstalledExtras(names, f"sagemaker.package='{default_package('{extras}')}'")
 
     def _check_together(self) -> None:
         check_keep_alive(self.keep_alive)

@@ -185,6 +185,30 @@ def test_launch_that_the_backend_refuses_exits_1(
     call: Call, store_uri: str, scripted: ScriptedExecutor
 ) -> None:
     (scripted.directory / "refuse.1").touch()
-    result = call(*SCRIPTED, "--store", store_uri, "-d")
+    result = call(*SCRIPTED, "--store", store_uri, "--run-id", "run-1", "-d")
     assert result.exit_code == 1
-    assert "out of capacity\n  What had been started on scripted was cancelled." in result.stderr
+    assert result.stderr == (
+        "Error: run-1 was not launched: backend 'scripted' failed to start the replicas: "
+        "out of capacity\n"
+        "  What had been started on scripted was cancelled. Nothing of run-1 is left.\n"
+    )
+    assert call("ls", "--store", store_uri, "-q").stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("store", "message"),
+    [
+        ("nope://bucket/x", "no store knows the scheme nope://"),
+        ("faults+nope://bucket/x?seed=1", "no store knows the scheme nope://"),
+        ("s3://bucket/x?key=1", "carries credentials or a query"),
+        ("hf://datasets/me/data", "cannot be a store"),
+    ],
+)
+def test_dry_run_and_launch_refuse_a_store_alike(call: Call, store: str, message: str) -> None:
+    for last in ("--dry-run", "-d"):
+        result = call(*SCRIPTED, "--store", store, last)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert message in result.stderr
+    arguments = ("--to", "kubernetes", "--image", "i", "--trainer", "toy_trainer:train")
+    result = call("export", *arguments, "--store", store, "--dry-run")
+    assert (result.exit_code, message in result.stderr) == (2, True)

@@ -19,7 +19,8 @@ SURFACE = {
         --fragment-update-alpha
         --outer-optimizer --outer-lr --outer-momentum --nesterov --no-nesterov --merge --weighting
         --seed --init-from --codec --reduction --snapshot-every
-        --quorum --grace --heartbeat --max-restarts --checkpoint-inner --no-checkpoint-inner
+        --quorum --grace --heartbeat --max-restarts --hang-timeout
+        --checkpoint-inner --no-checkpoint-inner
         --outlier-norm --signed --no-signed --gpu --timeout --round-timeout --join-timeout --secret
         --env --env-file -d --detach --dry-run --json -y --yes -q --quiet
     """,

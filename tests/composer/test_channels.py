@@ -19,6 +19,7 @@ from diloco_cloud.composer import (
     simpo_loss,
     taid_loss,
 )
+from diloco_cloud.composer.losses.logprobs import sequence_logprobs, token_logprobs
 
 MASK = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0], [1, 0, 0, 1]])
 
@@ -134,6 +135,13 @@ def test_sdpo_refuses_unaligned_sequences_and_vocabularies() -> None:
         ({"wrapper": "opsd"}, "sdpo_wrapper is 'opsd'"),
         ({"wrapper": "taid"}, "needs taid_t"),
         ({"wrapper": "taid", "taid_t": 1.2}, "t is 1.2"),
+        ({"wrapper": "taid", "taid_t": 0.5, "jsd_beta": 7.0}, "sdpo_jsd_beta is 7.0"),
+        ({"wrapper": "taid", "taid_t": 0.5, "temperature": -1.0}, "sdpo_temperature is -1.0"),
+        ({"taid_t": 0.3}, "sdpo_wrapper='none' does not read it"),
+        ({"entropy_opd_mode": "hard"}, "entropy_opd_mode is 'hard'"),
+        ({"entropy_opd_h_max": -3.0}, "entropy_opd_h_max is -3.0"),
+        ({"token_clip": float("inf")}, "sdpo_token_clip is inf"),
+        ({"jsd_beta": "0.5"}, "sdpo_jsd_beta is 0.5"),
         ({"wrapper": "entropy_opd", "entropy_opd_mode": "hard"}, "mode is 'hard'"),
         ({"wrapper": "entropy_opd", "entropy_opd_h_max": -1.0}, "h_max is -1.0"),
         ({"jsd_beta": -0.1}, "beta is -0.1"),
@@ -152,6 +160,7 @@ def test_sdpo_options_refuse_what_cannot_be(arguments: dict[str, object], messag
         ({"variant": "ipo"}, "dpo_variant is 'ipo'"),
         ({"dpo_beta": 0.0}, "replay_dpo_beta is 0.0"),
         ({"simpo_beta": -2.0}, "simpo_beta is -2.0"),
+        ({"simpo_gamma": float("nan")}, "simpo_gamma is nan"),
     ],
 )
 def test_replay_options_refuse_what_cannot_be(arguments: dict[str, object], message: str) -> None:
@@ -238,3 +247,25 @@ def test_replay_refuses_what_does_not_fit() -> None:
     short = {key: value[:1] for key, value in REFERENCES.items()}
     with pytest.raises(ValueError, match=r"dpo_chosen_ref_logprobs has shape \(1,\), not \(3,\)"):
         replay_loss(chosen, chosen_mask, rejected, rejected_mask, **short)
+
+
+def test_masks_of_other_values_than_0_and_1_are_refused() -> None:
+    """Labels with -100 would mark every token."""
+    student, teacher = logits()
+    labels = torch.where(MASK == 1, 0, -100)
+    values = torch.zeros(MASK.shape)
+    for call in (
+        lambda: sdpo_loss(student, teacher, labels),
+        lambda: sdpo_loss(student, teacher, MASK, student_mask=labels),
+        lambda: taid_loss(student, teacher, labels, t=0.5),
+        lambda: avg_sequence_logprob(values, labels),
+        lambda: replay_loss(values, MASK, values, labels, ReplayOptions(variant="simpo")),
+        lambda: token_logprobs(student, MASK, labels),
+        lambda: sequence_logprobs(student, MASK, labels),
+    ):
+        with pytest.raises(ValueError, match="is not a mask of 0 and 1"):
+            call()
+    # A mask may be bool, or floating.
+    whole = sdpo_loss(student, teacher, MASK).loss
+    assert torch.equal(sdpo_loss(student, teacher, MASK.bool()).loss, whole)
+    assert torch.equal(sdpo_loss(student, teacher, MASK.float()).loss, whole)

@@ -332,6 +332,21 @@ def test_a_mask_of_another_shape_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
+    "key",
+    ["response_mask", "sdpo_loss_mask", "dpo_chosen_response_mask", "dpo_rejected_response_mask"],
+)
+def test_a_mask_given_as_labels_is_refused_by_name(
+    model: TinyModel, inputs: dict[str, Tensor], key: str
+) -> None:
+    inputs[key] = torch.where(inputs[key] == 0, -100, 5)
+    with pytest.raises(ValueError, match=f"{key} is not a mask of 0 and 1"):
+        compose_loss(model, inputs)
+    inputs[key] = torch.where(inputs[key] == 5, 1, -100)
+    with pytest.raises(ValueError, match=f"{key} is not a mask of 0 and 1"):
+        compose_loss(model, inputs)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"dpo_variant": "orpo"}, "dpo_variant is 'orpo'"),
@@ -341,6 +356,10 @@ def test_a_mask_of_another_shape_is_refused_by_name(
         ({"sdpo_wrapper": "taid", "taid_t": -0.1}, "t is -0.1"),
         ({"alpha_sdpo": -1.0}, "alpha_sdpo is -1.0"),
         ({"beta_replay": float("nan")}, "beta_replay is nan"),
+        ({"alpha_sdpo": float("inf")}, "alpha_sdpo is inf"),
+        ({"taid_t": 0.5}, "taid_t is 0.5"),
+        ({"simpo_gamma": float("nan")}, "simpo_gamma is nan"),
+        ({"lm_ce_label_smoothing": 2.0}, "lm_ce_label_smoothing is 2.0"),
         ({"sdpo_temperature": 0.0}, "temperature is 0.0"),
     ],
 )

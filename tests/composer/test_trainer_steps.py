@@ -44,6 +44,33 @@ def test_trainer_accumulation_of_four_equals_one_batch(tmp_path: Path, loss_type
     )
 
 
+def test_trainer_steps_that_share_a_generation_batch_have_means_of_their_own(
+    tmp_path: Path,
+) -> None:
+    ends = []
+    for batch, accumulation in ((8, 1), (2, 4)):
+        args = {
+            "per_device_train_batch_size": batch,
+            "gradient_accumulation_steps": accumulation,
+            "steps_per_generation": 3 * accumulation,
+            "max_steps": 3,
+            "optim": "sgd",
+            "learning_rate": 0.3,
+        }
+        trainer = tiny.trainer(
+            tmp_path, args=args, reward_funcs=[tiny.share_of("w99")], beta_replay=0
+        )
+        trainer.train()
+        active, means, losses = (
+            tiny.history(trainer, key)
+            for key in ("composer/sdpo/active", "composer/sdpo/loss", "loss")
+        )
+        assert len(set(active)) > 1, "the steps have as many hinted tokens: a test of nothing"
+        assert losses == pytest.approx([0.5 * mean for mean in means], rel=1e-4)
+        ends.append(parameters(trainer))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-4, atol=2e-6)
+
+
 def test_trainer_with_iterations_reference_and_evaluation(tmp_path: Path) -> None:
     tiny.model().save_pretrained(tmp_path / "model")
     args = {
@@ -71,6 +98,27 @@ def test_trainer_with_iterations_reference_and_evaluation(tmp_path: Path) -> Non
         figures["eval_composer/grpo/loss"] + 0.5 * figures["eval_composer/sdpo/loss"], rel=1e-3
     )
     assert trainer.activity["replay"].total["steps"] == before
+
+
+def test_trainer_logs_every_channel_at_logging_steps(tmp_path: Path) -> None:
+    logged = []
+    hinted = tiny.rows(8).filter(lambda row: row["hint"] is not None)
+    for every in (1, 2):
+        args = {"max_steps": 4, "logging_steps": every}
+        trainer = tiny.trainer(tmp_path, args=args, train_dataset=hinted)
+        trainer.train()
+        lines = [line for line in trainer.state.log_history if "loss" in line]
+        assert [line["step"] for line in lines] == list(range(every, 5, every))
+        for channel in ("grpo", "sdpo", "replay"):
+            assert all(f"composer/{channel}/loss" in line for line in lines)
+        logged.append({name: tiny.history(trainer, name) for name in lines[0]})
+    each, both = logged
+    for name in ("composer/sdpo/active", "composer/replay/active"):
+        sums = [a + b for a, b in zip(each[name][::2], each[name][1::2], strict=True)]
+        assert both[name] == sums
+    weights, means = each["composer/sdpo/active"][:2], each["composer/sdpo/loss"][:2]
+    mean = sum(w * m for w, m in zip(weights, means, strict=True)) / sum(weights)
+    assert both["composer/sdpo/loss"][0] == pytest.approx(mean, rel=1e-4)
 
 
 def test_trainer_resumed_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from codec_values import values_of
 from processors import output_on
 
-from diloco_cloud.exchange.codecs import get_codec
+from diloco_cloud.exchange.codecs import blocks, get_codec
 
 CODECS = ["fp32", "bf16", "int8", "e3m0", "e2m1", "sparse"]
 
@@ -67,3 +67,14 @@ def test_codec_is_used_from_several_threads(name: str) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(there_and_back, chunks)) == list(map(there_and_back, chunks))
+
+
+@pytest.mark.parametrize("name", ["e3m0", "e2m1", "int8"])
+def test_encode_looks_at_some_blocks_at_a_time_and_writes_the_same(name: str) -> None:
+    codec, at_once = get_codec(name), blocks.AT_ONCE
+    values = torch.randn(at_once + 77, generator=torch.Generator().manual_seed(1))
+    whole = bytes(codec.encode(values))
+    first, rest = (bytes(codec.encode(part)) for part in (values[:at_once], values[at_once:]))
+    cuts = blocks.scale_bytes(at_once), blocks.scale_bytes(77)
+    scales, codes = first[: cuts[0]] + rest[: cuts[1]], first[cuts[0] :] + rest[cuts[1] :]
+    assert whole == scales + codes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +14,9 @@ from diloco_cloud.exchange.codecs import get_codec
 from diloco_cloud.exchange.codecs.chunks import Chunks, encode, settle
 from diloco_cloud.exchange.codecs.feedback import Feedback
 from diloco_cloud.exchange.layout import TensorLayout, byte_view
+from diloco_cloud.exchange.rounds import RoundExchange
+from diloco_cloud.exchange.work import Work
+from diloco_cloud.store.memory import MemoryStore
 
 CODECS = ["fp32", "bf16", "int8", "e3m0", "e2m1", "sparse"]
 
@@ -95,6 +99,31 @@ def test_residual_and_what_was_sent_are_all_there_was(name: str) -> None:
         with ThreadPoolExecutor(4) as pool:
             settle(codec, payload.chunks, payload.read, data, together, pool)
         assert torch.equal(together.residual, feedback.residual)
+
+
+def test_means_in_the_tensors_place_leave_the_same_residuals() -> None:
+    """Chunks are settled one by one, just before the mean overwrites them."""
+
+    def rounds(*, in_place: bool) -> list[torch.Tensor]:
+        name = uuid.uuid4().hex
+        owns = [RoundExchange(MemoryStore(name), "run", rank, 2) for rank in range(2)]
+        found = []
+        for round_ in range(3):
+
+            def work(own: RoundExchange, round_: int = round_) -> list[torch.Tensor]:
+                own.codec, own.chunk_bytes, own.poll_interval_s = "sparse", 16384, 0.02
+                own.contributing.overwrites_from = 0
+                values = [values_of("heavy", 30_000) * (1 + own.rank + round_)]
+                result = own.exchange(round_, 0, values, Work(tokens=1), in_place=in_place)
+                assert result.tensors is not None
+                assert (result.tensors[0].data_ptr() == values[0].data_ptr()) is in_place
+                return [*result.tensors, own.contributing.residuals.tensors()[0].clone()]
+
+            with ThreadPoolExecutor(2) as pool:
+                found += [tensor for tensors in pool.map(work, owns) for tensor in tensors]
+        return found
+
+    assert all(map(torch.equal, rounds(in_place=True), rounds(in_place=False)))
 
 
 def test_residual_sends_everything_in_the_end() -> None:

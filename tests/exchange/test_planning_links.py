@@ -85,6 +85,17 @@ def test_link_leaves_the_wait_for_the_first_byte_out(time: Time) -> None:
     assert a_link(meter) == Link(up=MB, down=MB, latency_us=500_000)
 
 
+def test_link_is_known_where_its_transfers_were_quicker_than_any_small_request(time: Time) -> None:
+    """As on a busy machine, whose small requests were kept waiting."""
+    meter = LinkMeter(now=time)
+    meter.answered(0.02)
+    with meter.sending(MB):
+        time.after(0.01)
+    with meter.receiving(MB):
+        time.after(0.02)
+    assert a_link(meter) == Link(up=100 * MB, down=50 * MB, latency_us=20_000)
+
+
 def test_link_takes_a_failed_transfer_as_time_in_which_nothing_moved(time: Time) -> None:
     meter = LinkMeter(now=time)
     warm(meter, time)

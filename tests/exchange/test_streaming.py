@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_cloud import keys
-from diloco_cloud.errors import ExchangeError
+from diloco_cloud.errors import ExchangeError, NotFoundError
 from diloco_cloud.exchange.codecs import get_codec
 from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.contributing import Contributing
@@ -135,7 +135,7 @@ def test_the_means_are_there_before_the_decision(name: str, world_size: int) -> 
             super().create(key, data)
 
     owns = [replica(name, rank, world_size) for rank in range(world_size)]
-    owns[-1].store = owns[-1]._contributing.store = Patient(name)
+    owns[-1].store = owns[-1].contributing.store = Patient(name)
     results = together(owns)
     assert all(equal(result, mean(range(world_size))) for result in results)
     sums = [info.key for info in MemoryStore(name).list() if "/sum/" in info.key]
@@ -187,7 +187,7 @@ def test_an_expectation_that_does_not_come_true_costs_nothing_but_time(
 
     owns = [replica(name, rank) for rank in (0, 1)]
     owns.append(replica(name, 2, attempt=1))
-    owns[2].store = owns[2]._contributing.store = Late(name)
+    owns[2].store = owns[2].contributing.store = Late(name)
     results = together(owns, in_place=in_place)
     assert all(equal(result, mean(range(3))) for result in results)
     names = {info.key.split("/")[3] for info in MemoryStore(name).list() if "/sum/" in info.key}
@@ -218,11 +218,29 @@ def test_a_damaged_chunk_is_the_same_for_everybody(name: str) -> None:
             super().create(key, data)
 
     owns = [replica(name, rank) for rank in range(3)]
-    owns[1].store = owns[1]._contributing.store = Damaging(name)
+    owns[1].store = owns[1].contributing.store = Damaging(name)
     results = together(owns)
     assert all(result.tensors is None for result in results)
     assert len({result.reason for result in results}) == 1
     assert "chunk 5 is damaged" in results[0].reason
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_round_that_is_being_deleted_is_not_damaged(name: str, over: bool) -> None:
+    """Its objects go one after the other; the decision may be the last."""
+    commit = together([replica(name, rank) for rank in range(3)])[0].commit
+    store = MemoryStore(name)
+    store.delete_many([info.key for info in store.list(keys.sums(0, 0, commit.digest[:16]))])
+    store.delete(keys.part(0, 0, 4, 3, 0, 0))
+    if over:
+        store.create(keys.commit(1, 0), b"")
+        with pytest.raises(NotFoundError):
+            replica(name, 2).replay(commit, TensorLayout.of(tensors(2)))
+    else:  # Then it can only have been lost, and everybody is told so.
+        result = replica(name, 2).replay(commit, TensorLayout.of(tensors(2)))
+        assert result.tensors is None
+    told = [b'"kind":"void"' in store.get(info.key) for info in store.list(keys.stream(0, 0))]
+    assert any(told) is not over
 
 
 # -- codecs ----------------------------------------------------------------------------------------
@@ -382,7 +400,7 @@ def test_what_is_cut_off_stops_nobody(name: str, sent: str) -> None:
             super().create(key, data)
 
     owns = [replica(name, rank) for rank in range(3)]
-    owns[1].store = owns[1]._contributing.store = Cutting(name)
+    owns[1].store = owns[1].contributing.store = Cutting(name)
     results = together(owns)
     if sent == "a short chunk":
         assert all(result.tensors is None for result in results)

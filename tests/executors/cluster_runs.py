@@ -113,7 +113,8 @@ def check_result(store: str, expected_attempts: dict[int, int]) -> None:
     run = Run.open(store, RUN_ID)
     status = run.status()
     assert status.state == "succeeded"
-    assert {view.rank: view.attempt for view in status.replicas} == expected_attempts
+    attempts = {view.rank: view.attempt for view in status.replicas}
+    assert attempts == expected_attempts, status.replicas
     assert run.results().digest is not None
     assert run.results().model is not None
 

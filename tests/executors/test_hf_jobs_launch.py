@@ -275,6 +275,7 @@ def test_recovery_looks_where_the_others_of_the_run_are(
     elsewhere = make()
     assert elsewhere.recover("run-1") == []
     assert "tester, who owns the token here, has no jobs of run-1" in caplog.text
+    assert "set HF_TOKEN to that one (or `hf auth login`), and try again" in caplog.text
     caplog.clear()
     elsewhere.poll(first)  # as whoever cancels a run does first
     assert [handle.rank for handle in elsewhere.recover("run-1")] == [0, 1]

@@ -49,7 +49,7 @@ def words(
         f"""
         run_id = "{RUN_ID}"
         store = "{s3_uri}"
-        rounds = 6
+        rounds = 16
         sync_every = 2
         quorum = 4
         heartbeat = 1
@@ -102,8 +102,8 @@ def test_run_on_two_clouds_is_carried_from_launch_to_result(
     supervisor = elsewhere.start("supervise", *where)
     try:
         until(lambda: in_a_round(s3_uri, range(4)), "a round of all four")
-        modal_cloud.preempt(modal_cloud.calls()[1])  # for Modal to start again
-        hub.job_of(3).kill()  # for the supervisor to do so
+        hub.job_of(3).kill()  # for the supervisor to start again
+        modal_cloud.preempt(modal_cloud.calls()[1])  # for Modal to do so
         assert elsewhere.call("wait", *where)[:2] == (0, "SUCCEEDED\n")
         told, err = supervisor.communicate(timeout=60)
         out, logs_err = follower.communicate(timeout=60)

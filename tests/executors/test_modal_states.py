@@ -219,11 +219,15 @@ def test_signal_is_told_as_a_negative_exit_code(executor: ModalExecutor) -> None
     assert "perhaps out of memory" in result["error"]
 
 
-def test_options_are_used_by_recovery(modal_cloud: FakeModal, executor: ModalExecutor) -> None:
+def test_options_are_used_by_recovery(
+    modal_cloud: FakeModal, executor: ModalExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
     options = LaunchOptions(name="run-9", ranks=[4], world_size=5, attempt=2)
     (handle,) = executor.launch_replicas(1, f"{PROGRAMS}:sleep", {}, options=options)
     (found,) = executor.recover("run-9")
-    assert found == handle
+    assert (found, caplog.text) == (handle, "")
     assert executor.recover("run-8") == []
+    assert "knows no call of diloco-run-8 in the default environment" in caplog.text
+    assert "set MODAL_PROFILE" in caplog.text
     executor.cancel(found)
     modal_cloud.until(lambda: executor.poll(handle) == "cancelled")

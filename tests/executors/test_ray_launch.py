@@ -124,6 +124,19 @@ def test_replica_that_fits_is_not_refused(dashboard: FakeDashboard) -> None:
     _executor(dashboard).check_launch(3, f"{PROGRAMS}:sleep", {}, gpu="A100:2", options=NAMED)
 
 
+def test_recovery_says_which_cluster_was_asked(
+    dashboard: FakeDashboard,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert RayJobsExecutor(address=dashboard.address).recover("run-1") == []  # as it is recorded
+    assert caplog.text == ""
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", dashboard.address)
+    assert RayJobsExecutor().recover("run-1") == []
+    assert f"Ray at {dashboard.address} remembers no job of run-1" in caplog.text
+    assert "set RAY_API_SERVER_ADDRESS" in caplog.text
+
+
 # -- lost replies ----------------------------------------------------------------------------------
 
 

@@ -156,7 +156,8 @@ def test_recovery_looks_where_the_others_of_the_run_are(
     elsewhere = make_executor()
     monkeypatch.setattr(elsewhere._board, "arns", lambda name, region: asked.append(region) or {})
     assert elsewhere.recover("tale") == []
-    assert "in eu-west-1, the region that is set here" in caplog.text
+    assert "in eu-west-1, the region that is set here, of account " in caplog.text
+    assert "set AWS_REGION to that region, AWS_PROFILE" in caplog.text
     caplog.clear()
     elsewhere.poll(first)  # as whoever cancels a run does first
     assert elsewhere.recover("tale") == []

@@ -147,6 +147,7 @@ class Fleet:
         requests: by life, how many it made.
         manager: settings of the managers.
         key: of a signed run.
+        codec: of contributions.
         first_attempt: of every rank, in a run that is resumed.
     """
 
@@ -173,6 +174,7 @@ class Fleet:
     requests: dict[Life, int] = field(default_factory=dict)
     manager: Mapping[str, Any] = field(default_factory=dict)
     key: bytes | None = None
+    codec: str = "fp32"
     first_attempt: int = 0
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -233,12 +235,14 @@ class Fleet:
             join_timeout_s=self.join_timeout_s,
             poll_interval_s=0.01,
             reduction=self.job.reduction,
+            codec=self.codec,
             membership=membership,
             store=store,
             key=self.key,
         )
         door.exchange.outlier_norm = self.outlier_norm
         door.exchange.chunk_bytes, door.exchange.patience_s = 256, 0.05
+        door.exchange.contributing.overwrites_from = 0  # as large models do
         reports: list[RoundReport] = []
         manager = MockManager(
             door, snapshot_every=self.snapshot_every, on_round=reports.append, **self.manager

@@ -59,6 +59,16 @@ def test_a_killed_run_ends_as_an_undisturbed_one(name: str, seed: int) -> None:
         }.keys()
 
 
+@pytest.mark.parametrize("name", ["plain", "streaming"])
+def test_what_a_codec_left_unsent_is_not_lost_with_its_process(name: str) -> None:
+    undisturbed = fleet(JOBS[name], codec="sparse")
+    expected = digest_of(undisturbed)
+    rng = random.Random(name)
+    for _ in range(2):
+        deaths = everybody_dies(rng, undisturbed.requests)
+        assert digest_of(fleet(JOBS[name], codec="sparse"), deaths) == expected, deaths
+
+
 def test_checkpoints_change_nothing_in_an_undisturbed_run() -> None:
     job = JOBS["streaming"]
     assert digest_of(fleet(job)) == digest_of(fleet(job, on=False))

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "diloco_cloud"
 #: Executors and the launcher share these; they know no run, no store and no tensor.
 CONTRACT = {
     *("errors", "executor", "entrypoints", "executor_registry", "launch_request"),
-    *("replica_command", "collecting", "secrets"),
+    *("replica_command", "collecting", "secrets", "extras"),
 }
 
 #: The rooms of the package, and the other rooms each may import, at any depth.
@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "errors": set(),
     "executor": {"errors"},
     "secrets": {"errors"},
+    "extras": set(),
     "entrypoints": CONTRACT,
     "executor_registry": CONTRACT,
     "launch_request": CONTRACT,

@@ -67,20 +67,37 @@ def test_launch_without_the_weights_to_begin_with_writes_nothing(
     assert not Path(store_uri).exists()
 
 
-def test_launch_that_fails_half_way_cancels_and_tells(
+def test_launch_from_a_result_that_will_be_replaced_writes_nothing(
+    trainer: str, store_uri: str, tmp_path: Path
+) -> None:
+    result = tmp_path / "other" / "result"
+    result.mkdir(parents=True)
+    (result / "model.safetensors").write_bytes(b"weights")
+    (result / "manifest.json").write_text('{"round": 3, "final": false}')
+    begin = str(result / "model.safetensors")
+    with pytest.raises(ConfigError, match="goes on"):
+        launch(RunSpec(run_id="run-1", trainer=trainer, init_from=begin), store_uri)
+    assert not Path(store_uri).exists()
+
+
+def test_launch_that_fails_half_way_cancels_and_leaves_nothing(
     make_run: MakeRun, scripted: ScriptedExecutor, store_uri: str
 ) -> None:
     (scripted.directory / "refuse.2").touch()
-    with pytest.raises(LaunchError, match="out of capacity"):
+    with pytest.raises(LaunchError) as caught:
         make_run(replicas=3)
-    status = Run.open(store_uri, "run-1").status()
-    assert [view.state for view in status.replicas] == ["cancelled", "cancelled", "failed"]
-    assert status.state == "failed"
-    assert "out of capacity" in (status.replicas[2].error or "")
+    assert str(caught.value) == (
+        "run-1 was not launched: backend 'scripted' failed to start the replicas: out of capacity\n"
+        "  What had been started on scripted was cancelled. Nothing of run-1 is left."
+    )
+    assert [scripted.poll(one) for one in scripted.recover("")] == ["cancelled"] * 2
+    assert list_runs(store_uri) == []
+    (scripted.directory / "refuse.2").unlink()
+    assert make_run(replicas=3).status().state == "running"  # the id is free again
 
 
-def test_launch_interrupted_half_way_cancels(
-    scripted: ScriptedExecutor, trainer: str, store_uri: str
+def test_launch_interrupted_half_way_cancels_and_leaves_nothing(
+    scripted: ScriptedExecutor, trainer: str, store_uri: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Interrupted(ScriptedExecutor):
         def set(self, rank: int, attempt: int = 0, **values: object) -> None:
@@ -91,7 +108,41 @@ def test_launch_interrupted_half_way_cancels(
     spec = RunSpec(run_id="run-1", backend="scripted", replicas=2, trainer=trainer)
     with pytest.raises(KeyboardInterrupt):
         launch(spec, store_uri, executor=Interrupted())
-    assert Run.open(store_uri, "run-1").status().replicas[0].state == "cancelled"
+    assert scripted.get(ReplicaHandle(0, "scripted", {"file": "0.0.json"}))["state"] == "cancelled"
+    assert list_runs(store_uri) == []
+    assert "run-1 was not launched. Nothing of run-1 is left." in caplog.text
+
+
+def test_launch_that_fails_waits_for_the_end_of_what_had_begun(
+    scripted: ScriptedExecutor, trainer: str, store_uri: str, clock: Clock
+) -> None:
+    class Slow(ScriptedExecutor):
+        def cancel(self, handle: ReplicaHandle) -> None:
+            clock.scheduled = [lambda: None, lambda: super(Slow, self).cancel(handle)]
+
+    (scripted.directory / "refuse.1").touch()
+    spec = RunSpec(run_id="run-1", backend="scripted", replicas=2, trainer=trainer)
+    with pytest.raises(LaunchError, match=r"Nothing of run-1 is left\."):
+        launch(spec, store_uri, executor=Slow(), clock=clock.time, sleep=clock.sleep)
+    assert clock.naps == 2
+    assert list_runs(store_uri) == []
+
+
+def test_launch_that_fails_keeps_the_record_of_what_goes_on(
+    scripted: ScriptedExecutor, trainer: str, store_uri: str, clock: Clock
+) -> None:
+    class Endless(ScriptedExecutor):
+        def cancel(self, handle: ReplicaHandle) -> None:
+            pass
+
+    (scripted.directory / "refuse.1").touch()
+    spec = RunSpec(run_id="run-1", backend="scripted", replicas=2, trainer=trainer)
+    with pytest.raises(LaunchError) as caught:
+        launch(spec, store_uri, executor=Endless(), clock=clock.time, sleep=clock.sleep)
+    assert (caught.value.fix or "").endswith(
+        f"`diloco-cloud down run-1 --store {store_uri}` deletes what it has written."
+    )
+    assert [run.run_id for run in list_runs(store_uri)] == ["run-1"]
 
 
 def test_launch_on_an_unknown_backend_writes_nothing(trainer: str, store_uri: str) -> None:

@@ -16,7 +16,7 @@ from scripted_executor import ElsewhereExecutor, ScriptedExecutor
 from diloco_cloud import keys
 from diloco_cloud.errors import ConfigError, LaunchError, MissingDependencyError, UsageError
 from diloco_cloud.executor import LaunchOptions
-from diloco_cloud.run import Run, RunSpec, Side, executors, launch
+from diloco_cloud.run import Run, RunSpec, Side, executors, launch, list_runs
 from diloco_cloud.run.intents import Start, announce
 from diloco_cloud.run.record import create_run
 from diloco_cloud.run.start import start_replicas
@@ -112,9 +112,9 @@ def test_launch_that_the_second_side_refuses_cancels_the_first(
         launch(spec, store_uri, clock=clock.time)
     assert "backend 'elsewhere' failed to start the replicas: out of capacity" in str(caught.value)
     assert "What had been started on scripted and elsewhere was cancelled." in str(caught.value)
-    status = open_run(store_uri, clock).status()
-    assert [view.state for view in status.replicas] == ["cancelled"] * 3 + ["failed"]
-    assert "out of capacity" in (status.replicas[3].error or "")
+    states = [one.poll(h) for one in (scripted, elsewhere) for h in one.recover("")]
+    assert states == ["cancelled"] * 3
+    assert list_runs(store_uri) == []
 
 
 def test_launch_that_the_first_side_refuses_starts_nothing_on_the_second(
@@ -128,13 +128,11 @@ def test_launch_that_the_first_side_refuses_starts_nothing_on_the_second(
     with pytest.raises(LaunchError, match="backend 'scripted' failed"):
         launch(spec, store_uri, clock=clock.time)
     assert elsewhere.launched == []
-    status = open_run(store_uri, clock).status()
-    assert {view.state for view in status.replicas} == {"failed"}
-    assert {view.backend for view in status.replicas[2:]} == {"elsewhere"}
+    assert list_runs(store_uri) == []
 
 
 def test_launch_interrupted_on_the_second_side_cancels_the_first(
-    spec: RunSpec, store_uri: str, clock: Clock
+    spec: RunSpec, store_uri: str, scripted: ScriptedExecutor, clock: Clock
 ) -> None:
     class Interrupted(ElsewhereExecutor):
         def set(self, rank: int | str, attempt: int = 0, **values: Any) -> None:
@@ -143,8 +141,8 @@ def test_launch_interrupted_on_the_second_side_cancels_the_first(
     given = {"scripted": ScriptedExecutor(), "elsewhere": Interrupted()}
     with pytest.raises(KeyboardInterrupt):
         launch(spec, store_uri, executor=given, clock=clock.time)
-    states = [view.state for view in open_run(store_uri, clock).status().replicas]
-    assert states[:2] == ["cancelled", "cancelled"]
+    assert [scripted.poll(handle) for handle in scripted.recover("")] == ["cancelled"] * 2
+    assert list_runs(store_uri) == []
 
 
 @pytest.mark.parametrize(

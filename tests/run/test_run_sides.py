@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from scripted_executor import ElsewhereExecutor, ScriptedExecutor
 from diloco_cloud import keys
 from diloco_cloud.errors import ConfigError, LaunchError, UsageError
 from diloco_cloud.executor import LaunchOptions, ReplicaHandle, ReplicaStatus
-from diloco_cloud.run import Run, RunSpec, executors, launch, start
+from diloco_cloud.run import Run, RunSpec, executors, launch, list_runs, start
 from diloco_cloud.run.intents import Start, announce
 from diloco_cloud.run.lives import Lives, read_lives
 from diloco_cloud.run.record import create_run
@@ -21,6 +23,9 @@ from diloco_cloud.store import open_store
 from diloco_cloud.store.base import ObjectStore
 
 __all__ = ["elsewhere", "spec", "store_uri"]
+
+
+LAUNCHED_FROM = platform.node()
 
 
 class Deaf(ScriptedExecutor):
@@ -46,10 +51,12 @@ def test_replicas_that_cannot_be_undone_are_named_and_not_taken_for_ended(
     (elsewhere.directory / "refuse.3").touch()
     given = {"scripted": Deaf(), "elsewhere": elsewhere}
     with pytest.raises(LaunchError) as caught:
-        launch(spec, store_uri, executor=given, clock=clock.time)
+        launch(spec, store_uri, executor=given, clock=clock.time, sleep=clock.sleep)
+    where = f"run-1 --store {store_uri.removeprefix('file://')}"
     assert caught.value.fix == (
         "What had been started on elsewhere was cancelled. Replicas [0, 1] on scripted could not "
-        "be cancelled, and may go on: diloco-cloud cancel run-1"
+        f"be cancelled, and may go on: `diloco-cloud cancel {where}`. "
+        f"`diloco-cloud down {where}` deletes what it has written."
     )
     run = open_run(store_uri, clock, given)
     states = [view.state for view in run.status().replicas]
@@ -63,6 +70,7 @@ def test_replicas_that_cannot_be_undone_are_named_and_not_taken_for_ended(
 def test_launch_interrupted_at_its_very_end_cancels_every_side(
     spec: RunSpec,
     store_uri: str,
+    scripted: ScriptedExecutor,
     elsewhere: ElsewhereExecutor,
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
@@ -75,8 +83,9 @@ def test_launch_interrupted_at_its_very_end_cancels_every_side(
     monkeypatch.setattr(start, "read_lives", interrupted)
     with pytest.raises(KeyboardInterrupt):
         launch(spec, store_uri, clock=clock.time)
-    states = {view.state for view in open_run(store_uri, clock).status().replicas}
-    assert states == {"cancelled"}
+    states = [one.poll(h) for one in (scripted, elsewhere) for h in one.recover("")]
+    assert states == ["cancelled"] * 4
+    assert list_runs(store_uri) == []
 
 
 def test_what_a_refused_launch_has_made_is_given_back(
@@ -95,7 +104,8 @@ def test_what_a_refused_launch_has_made_is_given_back(
     given = {"scripted": Keeping(), "elsewhere": elsewhere}
     with pytest.raises(LaunchError):
         launch(spec, store_uri, executor=given, clock=clock.time)
-    assert told == [0, 1, open_run(store_uri, clock).provider_name]
+    assert told[:2] == [0, 1]
+    assert re.fullmatch(r"run-1-\w{5}", str(told[2]))
 
 
 def test_error_names_its_backend_once_whatever_it_says(
@@ -206,6 +216,25 @@ def test_down_deletes_nothing_while_a_provider_may_have_more(
         deaf.down()
     assert open_run(store_uri, clock).down() > 0
     assert [elsewhere.poll(h) for h in elsewhere.recover("")] == ["cancelled"] * 2
+
+
+@pytest.mark.usefixtures("orphaned")
+def test_cancel_tells_from_where_what_it_cannot_find_was_to_be_started(
+    store_uri: str,
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(platform, "node", lambda: "another-laptop")  # where it is cancelled
+    run = open_run(store_uri, clock)
+    run.cancel()
+    (said,) = [one.getMessage() for one in caplog.records if "about to be started" in one.msg]
+    assert said == (
+        f"replicas [0, 1] were about to be started on scripted from {LAUNCHED_FROM}, and from here "
+        f"nothing is seen of them. If they were, they are called {run.provider_name}…, and "
+        f"`diloco-cloud cancel run-1 --store {store_uri.removeprefix('file://')}` there, or with "
+        "the same region, account and settings, ends them."
+    )
 
 
 @pytest.mark.usefixtures("orphaned")

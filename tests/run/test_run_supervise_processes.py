@@ -19,11 +19,11 @@ from diloco_cloud.run import restart as rules
 from diloco_cloud.run.restarter import Event
 
 TRAINER = """\
-import os, pathlib, signal, time
+import os, pathlib, signal, threading, time
 import torch
 from diloco_cloud.outer import make_diloco_outer_loop
 
-def train(*, manager, rank, world_size, sync_every, rounds, gate, fate=None, opens=0):
+def train(*, manager, rank, world_size, sync_every, rounds, gate, fate=None, opens=0, hangs_at=0):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     attempt = int(os.environ["DILOCO_ATTEMPT"])
@@ -35,6 +35,7 @@ def train(*, manager, rank, world_size, sync_every, rounds, gate, fate=None, ope
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     outer = make_diloco_outer_loop(manager, [model], optimizer, sync_every=sync_every, model=model)
     gate = pathlib.Path(gate)
+    optimizer.step()  # its first one takes imports along, which is no time of training
     with outer:
         if opens and attempt >= opens:  # it has joined
             gate.touch()
@@ -42,6 +43,8 @@ def train(*, manager, rank, world_size, sync_every, rounds, gate, fate=None, ope
             # Half of the run is left to those who join late.
             while outer.schedule_step >= rounds * sync_every // 2 and not gate.exists():
                 time.sleep(0.02)
+            if hangs_at and attempt == 0 and outer.schedule_step == hangs_at:
+                threading.Event().wait()
             loss = model(torch.randn(8, 4)).square().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -73,8 +76,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
             trainer_args={"gate": str(tmp_path / "gate"), **trainer_args},
             sync_every=2,
             rounds=8,
-            heartbeat=0.5,
-            **settings,
+            **{"heartbeat": 0.5, **settings},
         )
         runs.append(launch(spec, tmp_path / "runs"))
         return runs[0]
@@ -124,6 +126,31 @@ def test_a_killed_replica_comes_back_and_the_run_succeeds(start: Start) -> None:
     results = run.results()
     assert [returned["attempt"] for returned in results.returned] == [0, 1]
     assert results.digest is not None
+    assert (results.manifest or {})["digest"] == results.digest
+
+
+def test_a_hung_replica_is_ended_and_comes_back_where_it_was(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "gate").touch()
+    run = start(
+        1,
+        trainer_args={"hangs_at": 5},
+        heartbeat=0.1,
+        hang_timeout=1.5,
+        max_restarts=10,  # a step may take longer than that on a machine that is busy
+        backend_args={"local": {"grace": 1}},
+    )
+    events: list[Event] = []
+    status = run.supervise(on_event=events.append, interval=0.2)
+    assert status.state == "succeeded", status
+    assert [(event.kind, event.attempt) for event in events[:3]] == [
+        ("hung", 0),
+        ("died", 0),
+        ("restarted", 1),
+    ]
+    assert events[0].text.startswith("replica 0 lives and has made no step for ")
+    assert events[1].text.startswith("replica 0 ended: hung")
+    results = run.results()
+    assert (results.manifest or {})["step"] == 8
     assert (results.manifest or {})["digest"] == results.digest
 
 

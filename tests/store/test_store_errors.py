@@ -174,16 +174,36 @@ def test_the_clouds_own_code_refines_the_status(
     assert (error.fix is None) if fix is None else (fix in (error.fix or ""))
 
 
-def test_a_machine_without_credentials_is_told_which_to_set() -> None:
+OWN_CREDENTIALS = [
+    ("s3://bucket/k", ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "`aws sso login`")),
+    (
+        "gs://bucket/k",
+        ("GOOGLE_APPLICATION_CREDENTIALS", "`gcloud auth application-default login`"),
+    ),
+    ("az://c/k", ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN", "`az login`")),
+    ("hf://buckets/me/b/k", ("AWS_SECRET_ACCESS_KEY", "S3 keys of the hub", "HF_TOKEN")),
+]
+
+
+@pytest.mark.parametrize(("uri", "named"), OWN_CREDENTIALS)
+def test_who_has_no_credentials_is_told_which_this_store_takes(
+    uri: str, named: tuple[str, ...]
+) -> None:
     error = store_error(
         GenericError(
             "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in "
             "1s - HTTP error: error sending request\n\nDebug source:\nGeneric {}"
         ),
-        "s3://bucket/k",
+        uri,
     )
-    assert isinstance(error, DeniedError)
-    assert "AWS_ACCESS_KEY_ID" in (error.fix or "")
+    refused = from_response(403, "AccessDenied", uri)
+    expired = from_response(400, "ExpiredToken", uri)
+    for one in (error, refused, expired):
+        assert isinstance(one, DeniedError)
+        fix = one.fix or ""
+        assert all(name in fix for name in named), fix
+        others = {"AWS_", "AZURE_", "GOOGLE_"} - {named[0].partition("_")[0] + "_"}
+        assert not any(name in fix for name in others), fix
 
 
 def test_unknown_errors_show_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from diloco_cloud.errors import (
 from diloco_cloud.store import ObjectStore, open_store
 from diloco_cloud.store.directory import DirectoryStore
 from diloco_cloud.store.memory import MemoryStore
+from diloco_cloud.store.opening import check_uri
 from diloco_cloud.store.retry import RetryingStore
 
 
@@ -47,8 +48,23 @@ def test_open_store_of_azure_reads_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     assert open_store("az://container/a").uri == "az://container/a"
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
-    with pytest.raises(ConfigError, match="az://container"):
+    with pytest.raises(ConfigError, match="az://container") as caught:
         open_store("az://container/a")
+    assert "Set AZURE_STORAGE_ACCOUNT_NAME" in (caught.value.fix or "")
+
+
+def test_check_uri_connects_to_nobody_and_knows_what_cannot_be_opened() -> None:
+    for uri in (
+        "/data/runs",
+        "s3://bucket/a",
+        "ftp://127.0.0.1:1/x",
+        "gcs://b/a",
+        "faults+memory://x?seed=1",
+    ):
+        check_uri(uri)
+    for uri in ("nope://x", "faults+nope://x", "faults+ftp://h/x?sed=1", "ftp://h/a//b", "s3:/b"):
+        with pytest.raises(ConfigError):
+            check_uri(uri)
 
 
 def test_open_store_reads_aws_profiles(

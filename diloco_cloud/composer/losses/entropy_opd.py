@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diloco_cloud.composer.losses.checks import known_reduction, require, same_logits
+from diloco_cloud.composer.losses.checks import known_reduction, require, same_logits, zero_one
 from diloco_cloud.composer.losses.divergences import entropy, entropy_aware
 from diloco_cloud.composer.losses.jsd import reduce_tokens
 from diloco_cloud.composer.losses.rowwise import blocks, divergence_rows, paired_rows, working_dtype
@@ -61,7 +61,12 @@ def entropy_aware_opd_loss(
     same_logits(student_logits, teacher_logits)
     kernel = entropy_aware(mode, h_max=h_max, threshold=threshold, alpha=alpha, top_k=top_k)
     if labels is not None:
-        _require_zero_one(labels, student_logits)
+        require(
+            labels.shape == student_logits.shape[:-1],
+            f"labels have shape {tuple(labels.shape)}, the logits {tuple(student_logits.shape)}",
+            fix="Give one entry for every token: (B, T) for logits of (B, T, V).",
+        )
+        zero_one(labels, "labels")
     rows, _ = paired_rows(student_logits, teacher_logits, labels)
     per_token = divergence_rows(
         student_logits, teacher_logits, kernel, rows=rows, temperature=temperature
@@ -86,16 +91,3 @@ def teacher_entropy(teacher_logits: Tensor) -> Tensor:
             log_probs = torch.log_softmax(flat[block], dim=-1, dtype=result.dtype)
             result[block] = entropy(log_probs, log_probs.exp())
         return result.view(shape)
-
-
-def _require_zero_one(labels: Tensor, logits: Tensor) -> None:
-    require(
-        labels.shape == logits.shape[:-1],
-        f"labels have shape {tuple(labels.shape)}, the logits {tuple(logits.shape)}",
-        fix="Give one entry for every token: (B, T) for logits of (B, T, V).",
-    )
-    require(
-        bool(((labels == 0) | (labels == 1)).all()),
-        "labels are a mask of 0 and 1 here",
-        fix="Pass (labels != -100) if yours are token ids with -100.",
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diloco_cloud.composer.losses.checks import known_reduction, require, same_logits
+from diloco_cloud.composer.losses.checks import known_reduction, positive, require, same_logits
 from diloco_cloud.composer.losses.divergences import generalized_jsd
 from diloco_cloud.composer.losses.rowwise import (
     SMALLEST_PROBABILITY,
@@ -66,6 +66,8 @@ def generalized_jsd_loss(
     known_reduction(reduction)
     same_logits(student_logits, teacher_logits)
     kernel = generalized_jsd(beta)
+    if token_clip is not None:
+        positive(token_clip, "token_clip")
     mask = None if labels is None else labels != IGNORED
     if mask is not None:
         _require_tokens(mask, student_logits)

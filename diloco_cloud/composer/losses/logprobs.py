@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from diloco_cloud.composer.losses.checks import require, same_shape
+from diloco_cloud.composer.losses.checks import require, token_mask
 from diloco_cloud.composer.losses.rowwise import blocks, scatter_rows, take, working_dtype
 
 
@@ -27,15 +27,16 @@ def token_logprobs(logits: Tensor, ids: Tensor, mask: Tensor | None = None) -> T
         (B, T) in fp32, or fp64 for fp64 logits; zero where the mask is.
 
     Raises:
-        ConfigError: shapes that do not fit.
+        ConfigError: shapes that do not fit, or a mask of other values than 0 and 1.
     """
     require(
         logits.shape[:-1] == ids.shape,
         f"the logits have shape {tuple(logits.shape)}, the token ids {tuple(ids.shape)}",
         fix="Give one distribution for every token.",
     )
+    if mask is not None:
+        token_mask(mask, ids, "the mask")
     wanted = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
-    same_shape(wanted, ids, "the mask")
     rows = wanted.reshape(-1).nonzero().squeeze(-1)
     chosen: Tensor = _Selected.apply(  # type: ignore[no-untyped-call]
         logits, ids.reshape(-1)[rows], rows, torch.is_grad_enabled() and logits.requires_grad
@@ -61,7 +62,7 @@ def sequence_logprobs(logits: Tensor, input_ids: Tensor, response_mask: Tensor) 
         (B,), zero for a sequence without a response token.
 
     Raises:
-        ConfigError: shapes that do not fit.
+        ConfigError: shapes that do not fit, or a mask of other values than 0 and 1.
     """
     per_token, mask = response_logprobs(logits, input_ids, response_mask)
     return masked_sum(per_token, mask)
@@ -71,7 +72,7 @@ def response_logprobs(
     logits: Tensor, input_ids: Tensor, response_mask: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(B, T - 1) log-probabilities of tokens 1…T-1, and the mask that goes with them."""
-    same_shape(response_mask, input_ids, "the response mask")
+    token_mask(response_mask, input_ids, "the response mask")
     require(
         logits.shape[:-1] == input_ids.shape,
         f"the logits have shape {tuple(logits.shape)}, the token ids {tuple(input_ids.shape)}",
@@ -92,9 +93,9 @@ def avg_sequence_logprob(model_logprobs: Tensor, response_mask: Tensor) -> Tenso
         (B,); zero, and no gradient, for a sequence without a response token.
 
     Raises:
-        ConfigError: the shapes differ.
+        ConfigError: the shapes differ, or the mask has other values.
     """
-    same_shape(response_mask, model_logprobs, "response_mask")
+    token_mask(response_mask, model_logprobs, "response_mask")
     return masked_mean(model_logprobs, response_mask)
 
 

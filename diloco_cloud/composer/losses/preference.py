@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from diloco_cloud.composer.losses.checks import require, same_shape
+from diloco_cloud.composer.losses.checks import finite, require, same_shape
 
 
 def dpo_loss(
@@ -74,7 +74,7 @@ def simpo_loss(
         Scalar, the mean over pairs.
 
     Raises:
-        ConfigError: the shapes differ.
+        ConfigError: the shapes differ, or γ is not finite.
     """
     same_shape(rejected_avg_logprobs, chosen_avg_logprobs, "rejected_avg_logprobs")
     return simpo_terms(beta * (chosen_avg_logprobs - rejected_avg_logprobs), gamma=gamma).mean()
@@ -94,4 +94,5 @@ def dpo_terms(margin: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
 
 def simpo_terms(margin: Tensor, *, gamma: float) -> Tensor:
     """(B,) SimPO losses of margins already scaled by β."""
+    finite(gamma, "simpo_gamma")
     return -F.logsigmoid(margin - gamma)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from diloco_cloud.composer.losses.checks import positive, require
+from diloco_cloud.composer.losses.checks import positive, require, zero_one
 from diloco_cloud.composer.losses.divergences import Kernel
 
 __all__ = ["Kernel", "divergence_rows", "paired_rows", "take"]
@@ -50,7 +50,8 @@ def paired_rows(
         last: what the last dimension holds, for the messages.
 
     Raises:
-        ConfigError: shapes that do not fit, or masks that pair different numbers of tokens.
+        ConfigError: shapes that do not fit, masks of other values than 0 and 1, or masks that pair
+            different numbers of tokens.
     """
     lead, teacher_lead = student.shape[:-1], teacher.shape[:-1]
     if mask is not None:
@@ -82,6 +83,7 @@ def _fits(mask: Tensor, lead: torch.Size, name: str, other: str) -> None:
         f"{name} has shape {tuple(mask.shape)}, {other} cover {tuple(lead)} positions",
         fix="Give one entry for every token.",
     )
+    zero_one(mask, name)
 
 
 def _marked(mask: Tensor | None, like: Tensor) -> Tensor:

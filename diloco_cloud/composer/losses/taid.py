@@ -35,7 +35,7 @@ def taid_loss(
         Scalar, the mean over the tokens that count.
 
     Raises:
-        ConfigError: shapes that differ, or ``t`` outside [0, 1].
+        ConfigError: shapes that differ, a mask of other values, or ``t`` outside [0, 1].
     """
     same_logits(student_logits, teacher_logits)
     kernel = taid(float(t))

@@ -114,6 +114,14 @@ class ChunkMean(ABC):
     def result(self) -> torch.Tensor:
         """The mean: fp32, shape (numel,); 0 where nothing was added. Ends the use of the object."""
 
+    def clear(self) -> bool:
+        """Begin again as a new object, in the memory of what :meth:`result` returned.
+
+        Returns:
+            Whether it did; what cannot is not used again.
+        """
+        return False
+
 
 class DenseMean(ChunkMean):
     """``sum_i w_i x_i / sum_i w_i`` of every element."""
@@ -133,6 +141,11 @@ class DenseMean(ChunkMean):
     def result(self) -> torch.Tensor:
         return self._sums.div_(self._total) if self._total else self._sums
 
+    def clear(self) -> bool:
+        self._sums.zero_()
+        self._total = 0.0
+        return True
+
 
 def as_floats(values: torch.Tensor) -> Floats:
     """``values`` as a flat fp32 array; a copy only where they are not that already."""
@@ -151,6 +164,11 @@ def as_bytes(data: Data, nbytes: int, what: str) -> Bytes:
     if len(array) != nbytes:
         raise CorruptContributionError(f"{what} has {len(array)} bytes instead of {nbytes}")
     return array
+
+
+def overlap(data: Data, values: torch.Tensor) -> bool:
+    """Whether ``data`` is some of the memory of ``values``, on the CPU."""
+    return np.may_share_memory(np.frombuffer(data, np.uint8), values.detach().numpy())
 
 
 def memory(array: Bytes) -> memoryview:

@@ -6,13 +6,19 @@ A chunk of n values is ceil(n / 128) scales, bf16, little endian, and then the c
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from diloco_cloud.exchange.codecs.base import SMALLEST, Bytes, Floats, Words
 
 #: Values that share a scale; the last block of a chunk may be shorter.
 BLOCK = 128
+#: Values that are looked at together. Temporaries of whole chunks are so large that they leave
+#: holes between what is kept of each, or are met by page faults each time.
+AT_ONCE = 1024 * BLOCK
 _INFINITE = np.uint32(0x7F80_0000)
 _NAN = np.uint32(0x7FC0_0000)
 _SMALLEST = np.float32(SMALLEST).view(np.uint32)
@@ -26,7 +32,21 @@ def scale_bytes(numel: int) -> int:
     return 2 * -(-numel // BLOCK)
 
 
-def normalise(values: Floats, top: float, gain: float = 1.0) -> tuple[Floats, Bytes]:
+def parts(numel: int) -> Iterator[tuple[slice, slice]]:
+    """Values that are looked at together, and their blocks."""
+    for start in range(0, numel, AT_ONCE):
+        stop = min(start + AT_ONCE, numel)
+        yield slice(start, stop), slice(start // BLOCK, -(-stop // BLOCK))
+
+
+def scale_words(chunk: Bytes, numel: int) -> npt.NDArray[np.uint16]:
+    """Where the scales of a chunk of ``numel`` values are written, one for each block."""
+    return chunk[: scale_bytes(numel)].view("<u2")
+
+
+def normalise(
+    values: Floats, top: float, gain: float = 1.0
+) -> tuple[Floats, npt.NDArray[np.uint16]]:
     """Divide every block by its scale, which takes its largest magnitude to ``top`` or just below.
 
     Args:
@@ -37,7 +57,7 @@ def normalise(values: Floats, top: float, gain: float = 1.0) -> tuple[Floats, By
 
     Returns:
         Quotients within ±``top`` (up to rounding), shape (blocks, BLOCK), the last block filled up
-        with zeros; and the scales' bytes.
+        with zeros; and the scales, shape (blocks,), as :func:`scale_words` holds them.
     """
     blocks = _in_blocks(values)
     # NaN where a block has any.
@@ -58,7 +78,7 @@ def normalise(values: Floats, top: float, gain: float = 1.0) -> tuple[Floats, By
         larger: Words = (words.view(np.float32) * np.float32(gain)).view(np.uint32)
         words = (larger + np.uint32(0x8000)) & np.uint32(0xFFFF_0000)
     words[largest >= _INFINITE] = _NAN
-    return quotients, (words >> np.uint32(16)).astype("<u2").view(np.uint8)
+    return quotients, (words >> np.uint32(16)).astype("<u2")
 
 
 def scales_of(data: Bytes) -> Floats:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from diloco_cloud.exchange.codecs.base import Codec, Data
+from diloco_cloud.exchange.codecs.base import Codec, Data, overlap
 from diloco_cloud.exchange.codecs.feedback import Feedback
 from diloco_cloud.exchange.layout import TensorLayout
 
@@ -93,13 +94,38 @@ def encode(
         pool: encodes several chunks at once. The bytes are the same.
     """
 
+    spare = _Spare()
+
     def one(chunk: int) -> memoryview:
         values = chunks.values(chunk, read(chunk))
-        if feedback is not None:
-            values = feedback.added_to(values, chunks.elements(chunk)[0])
-        return codec.encode(values)
+        if feedback is None:
+            return codec.encode(values)
+        into = spare.take(len(values))
+        encoded = codec.encode(feedback.added_to(values, chunks.elements(chunk)[0], into))
+        spare.give_back(into, encoded)
+        return encoded
 
     return list((map if pool is None else pool.map)(one, range(len(chunks))))
+
+
+class _Spare:
+    """Memory for fp32 values, used again: new memory is met by page faults, and leaves holes."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    def take(self, numel: int) -> torch.Tensor:
+        """Some of it; it is nobody else's until it is given back."""
+        with suppress(IndexError):
+            found = self._free.pop()
+            if len(found) >= numel:
+                return found[:numel]
+        return torch.empty(numel)
+
+    def give_back(self, values: torch.Tensor, encoded: memoryview) -> None:
+        """Have it used again, unless ``encoded`` is some of it."""
+        if not overlap(encoded, values):
+            self._free.append(values)
 
 
 def settle(
@@ -122,8 +148,20 @@ def settle(
     """
 
     def one(chunk: int) -> None:
-        values = chunks.values(chunk, read(chunk))
-        feedback.settle(values, chunks.elements(chunk)[0], codec, encoded[chunk])
+        settle_chunk(codec, chunks, read, encoded, feedback, chunk)
 
     for _ in (map if pool is None else pool.map)(one, range(len(encoded))):
         pass
+
+
+def settle_chunk(
+    codec: Codec,
+    chunks: Chunks,
+    read: ReadChunk,
+    encoded: Sequence[Data],
+    feedback: Feedback,
+    chunk: int,
+) -> None:
+    """Do what :func:`settle` does for one chunk; arguments as there."""
+    values = chunks.values(chunk, read(chunk))
+    feedback.settle(values, chunks.elements(chunk)[0], codec, encoded[chunk])

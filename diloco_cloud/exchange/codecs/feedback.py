@@ -44,14 +44,24 @@ class Feedback:
             raise CorruptError("the stored residual has NaN or infinite values")
         self.residual = residual.to("cpu", copy=True)
 
-    def added_to(self, values: torch.Tensor, start: int) -> torch.Tensor:
-        """What to encode: new memory, shape (n,).
+    def copy(self) -> Feedback:
+        """Another of the same residual."""
+        other = Feedback(0, self.decay)
+        other.residual = self.residual.clone()
+        return other
+
+    def added_to(
+        self, values: torch.Tensor, start: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What to encode, shape (n,).
 
         Args:
             values: some of the update's elements, fp32, shape (n,).
             start: number of the first one.
+            out: where it goes, fp32, shape (n,); by default new memory.
         """
-        return self.residual[start : start + len(values)].mul(self.decay).add_(values)
+        kept = self.residual[start : start + len(values)]
+        return torch.mul(kept, self.decay, out=out).add_(values)
 
     def settle(self, values: torch.Tensor, start: int, codec: Codec, data: Data) -> None:
         """Keep what remains of some elements, now that the round has what was sent of them.

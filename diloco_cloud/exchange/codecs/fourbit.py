@@ -64,15 +64,20 @@ class FourBit(Codec):
 
     def encode(self, values: torch.Tensor) -> memoryview:
         floats = as_floats(values)
-        quotients, scales = blocks.normalise(floats, self.magnitudes[-1], self.gain)
-        bits: Words = quotients.view(np.uint32).ravel()
-        bits >>= np.uint32(_IGNORED)
-        # Two codes as one 16-bit number: the first is its low byte.
-        codes = self._codes.take(bits).view("<u2")
         out = np.empty(self.longest(len(floats)), np.uint8)
-        out[: len(scales)] = scales
-        packed = (codes | (codes >> np.uint16(4))).astype(np.uint8)
-        out[len(scales) :] = packed[: len(out) - len(scales)]
+        pairs = out[blocks.scale_bytes(len(floats)) :]
+        scales = blocks.scale_words(out, len(floats))
+        for part, of_blocks in blocks.parts(len(floats)):
+            quotients, scales[of_blocks] = blocks.normalise(
+                floats[part], self.magnitudes[-1], self.gain
+            )
+            bits: Words = quotients.view(np.uint32).ravel()
+            bits >>= np.uint32(_IGNORED)
+            # Two codes as one 16-bit number: the first is its low byte.
+            codes = self._codes.take(bits).view("<u2")
+            packed = (codes | (codes >> np.uint16(4))).astype(np.uint8)
+            into = pairs[part.start // 2 : -(-part.stop // 2)]
+            into[:] = packed[: len(into)]
         return memory(out)
 
     def decode(self, data: Data, numel: int) -> torch.Tensor:

@@ -23,13 +23,14 @@ class Int8(Codec):
 
     def encode(self, values: torch.Tensor) -> memoryview:
         floats = as_floats(values)
-        quotients, scales = blocks.normalise(floats, _TOP)
-        np.rint(quotients, out=quotients)
         out = np.empty(self.longest(len(floats)), np.uint8)
-        out[: len(scales)] = scales
-        np.copyto(
-            out[len(scales) :].view(np.int8), quotients.ravel()[: len(floats)], casting="unsafe"
-        )
+        steps = out[blocks.scale_bytes(len(floats)) :].view(np.int8)
+        scales = blocks.scale_words(out, len(floats))
+        for part, of_blocks in blocks.parts(len(floats)):
+            quotients, scales[of_blocks] = blocks.normalise(floats[part], _TOP)
+            np.rint(quotients, out=quotients)
+            into = steps[part]
+            np.copyto(into, quotients.ravel()[: len(into)], casting="unsafe")
         return memory(out)
 
     def decode(self, data: Data, numel: int) -> torch.Tensor:

@@ -165,3 +165,8 @@ class SendersMean(ChunkMean):
         # What nobody sent is 0, whatever it is divided by. To divide all is several times faster
         # than to find those that were sent.
         return self._sums.div_(self._weights.clamp_(min=_LEAST_WEIGHT))
+
+    def clear(self) -> bool:
+        self._sums.zero_()
+        self._weights.zero_()
+        return True
