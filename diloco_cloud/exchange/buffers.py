@@ -34,19 +34,24 @@ class ChunkedBytes:
     def __len__(self) -> int:
         return -(-self.nbytes // self._chunk_bytes)
 
-    def pieces(self, chunk: int) -> Iterator[memoryview]:
-        """The views' parts that make up a chunk, in order."""
+    def pieces(self, chunk: int, most: int | None = None) -> Iterator[memoryview]:
+        """The views' parts that make up a chunk, or its first ``most`` bytes, in order."""
         at = chunk * self._chunk_bytes
         stop = min(at + self._chunk_bytes, self.nbytes)
+        if most is not None:
+            stop = min(stop, at + most)
         index = bisect_right(self._starts, at) - 1
         while at < stop:
             start, end = self._starts[index], min(self._starts[index + 1], stop)
             yield self._views[index][at - start : end - start]
             at, index = end, index + 1
 
-    def read(self, chunk: int) -> torch.Tensor:
-        """A chunk's bytes: uint8, only to be read; a copy only where it lies across views."""
-        pieces = [as_tensor(piece) for piece in self.pieces(chunk)]
+    def read(self, chunk: int, most: int | None = None) -> torch.Tensor:
+        """A chunk's bytes, or its first ``most``: uint8, only to be read.
+
+        A copy only where they lie across views.
+        """
+        pieces = [as_tensor(piece) for piece in self.pieces(chunk, most)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def write(self, chunk: int, data: torch.Tensor) -> None:
@@ -57,10 +62,18 @@ class ChunkedBytes:
         """
         if len(data) != sum(map(len, self.pieces(chunk))):
             raise CorruptContributionError(f"chunk {chunk} has {len(data)} bytes")
+        self.begin_with(chunk, data)
+
+    def begin_with(self, chunk: int, data: torch.Tensor) -> bool:
+        """Replace a chunk's first bytes by ``data``, uint8; whether it has room for them."""
+        pieces = list(self.pieces(chunk, len(data)))
+        if len(data) > sum(map(len, pieces)):
+            return False
         at = 0
-        for piece in self.pieces(chunk):
+        for piece in pieces:
             as_tensor(piece).copy_(data[at : at + len(piece)])
             at += len(piece)
+        return True
 
 
 def as_tensor(data: memoryview) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from diloco_cloud.errors import (
     ExchangeError,
     NotFoundError,
 )
-from diloco_cloud.exchange.buffers import ChunkedBytes
+from diloco_cloud.exchange.buffers import ChunkedBytes, as_tensor
 from diloco_cloud.exchange.codecs import get_codec
 from diloco_cloud.exchange.codecs.base import Codec
 from diloco_cloud.exchange.codecs.chunks import Chunks, encode
@@ -54,22 +54,24 @@ class Packed:
         layout: of its tensors.
         tensors: on the host, in the caller's order, or their directions; :attr:`own` has views of
             them.
+        in_place: the round's means may take the place of the tensors, chunk by chunk.
     """
 
     own: OwnPayload
     layout: TensorLayout
     tensors: list[torch.Tensor]
+    in_place: bool
 
-    def destination(self, *, in_place: bool, chunk_bytes: int | None = None) -> Destination:
+    def destination(self, chunk_bytes: int | None = None) -> Destination:
         """Where the round's means go: in the place of :attr:`tensors`, or new memory.
 
         Args:
-            in_place: in the place of the tensors.
-            chunk_bytes: of the means, where that is not the contribution's.
+            chunk_bytes: of the means; None: the contribution's.
         """
-        if in_place:
+        unit = self.own.header.chunk_bytes
+        if self.in_place and chunk_bytes in (None, unit):
             return self.tensors, self.own.raw
-        payload, into = memory_for(self.layout, chunk_bytes or self.own.header.chunk_bytes)
+        payload, into = memory_for(self.layout, chunk_bytes or unit)
         return self.layout.unpack(payload), into
 
     def settling(self, into: Destination, settlement: Settlement | None) -> Destination:
@@ -127,8 +129,9 @@ class Contributing:
         reducers: int = 0,
         plan: Plan | None = None,
         averaged_plainly: Sequence[bool] | None = None,
+        in_place: bool = False,
     ) -> Packed:
-        """Describe and encode ``tensors``; nothing of them is changed.
+        """Describe and encode ``tensors``.
 
         Args:
             round_: the open round.
@@ -140,6 +143,7 @@ class Contributing:
             reducers: volunteers that there are.
             plan: of the round, where one was decided.
             averaged_plainly: tensors that are no directions where the others are; None: none.
+            in_place: large tensors' memory may be used for what is encoded, and for the means.
         """
         with self.processor.encoding(sum(tensor.nbytes for tensor in tensors)):
             host = to_host(tensors)
@@ -153,12 +157,18 @@ class Contributing:
             views = layout.views(host)
             size = self._chunk_bytes(layout.nbytes, plan)
             raw, codec = ChunkedBytes(views, size), self._codec
+            dealt = self._dealt(layout.nbytes, size, contributors, reducers, plan)
+            in_place = in_place and self._may_overwrite(layout.nbytes, dealt)
             encoded: list[memoryview] | None = None
+            sizes: list[int] = []
             if codec is None:
                 sums = checksums(views, size, self.signer)
             else:
-                encoded = self._encode(codec, fragment, Chunks(layout, size), raw)
-                sums = "".join(map(self.signer.checksum, encoded))
+                feedback = self._feedback(codec, fragment, layout.numel)
+                chunks = Chunks(layout, size)
+                # What a mean has of them is taken off what is owed: their values are needed.
+                within = raw if in_place and feedback is None else None
+                encoded, sizes, sums = self._encode(codec, chunks, raw, feedback, within)
         header = Header(
             kind="contribution",
             run=self.run,
@@ -169,19 +179,19 @@ class Contributing:
             layout=layout.digest,
             nbytes=layout.nbytes,
             codec=RAW if codec is None else codec.name,
-            sizes=() if encoded is None else tuple(map(len, encoded)),
+            sizes=tuple(sizes),
             volunteers=reducers,
             finite=finite,
             norm=norm if math.isfinite(norm) else 0.0,
             norms=norms,
             chunk_bytes=size,
             checksums=sums,
-            **self._dealt(layout.nbytes, size, contributors, reducers, plan),
+            **dealt,
             **self._measured(),
             **vars(work),
         ).sign(self.signer)
         needed = codec is not None and codec.decay is not None
-        return Packed(OwnPayload(header, raw, encoded, needed=needed), layout, host)
+        return Packed(OwnPayload(header, raw, encoded, needed=needed), layout, host, in_place)
 
     def _chunk_bytes(self, nbytes: int, plan: Plan | None) -> int:
         if self.chunk_bytes is not None:
@@ -207,10 +217,10 @@ class Contributing:
     def _codec(self) -> Codec | None:
         return None if self.codec in (RAW, "fp32") else get_codec(self.codec)
 
-    def may_overwrite(self, packed: Packed) -> bool:
+    def _may_overwrite(self, nbytes: int, dealt: Mapping[str, Any]) -> bool:
         """Whether the round's means may take the place of the tensors, chunk by chunk."""
-        codec, spread = self._codec, packed.own.header.spread
-        if not spread and packed.layout.nbytes < self.overwrites_from:
+        codec, spread = self._codec, bool(dealt)
+        if not spread and nbytes < self.overwrites_from:
             return False
         if codec is None:
             return True
@@ -218,14 +228,27 @@ class Contributing:
         # sent one by one are averaged before it is known whether the round has this contribution.
         return not codec.exact and (codec.decay is None or not spread)
 
+    def _feedback(self, codec: Codec, fragment: int, numel: int) -> Feedback | None:
+        return None if codec.decay is None else self.residuals.of(fragment, numel, codec.decay)
+
     def _encode(
-        self, codec: Codec, fragment: int, chunks: Chunks, raw: ChunkedBytes
-    ) -> list[memoryview]:
-        feedback = None
-        if codec.decay is not None:
-            feedback = self.residuals.of(fragment, chunks.layout.numel, codec.decay)
+        self,
+        codec: Codec,
+        chunks: Chunks,
+        raw: ChunkedBytes,
+        feedback: Feedback | None,
+        within: ChunkedBytes | None,
+    ) -> tuple[list[memoryview], list[int], str]:
+        """The chunks, or nothing of those that are in ``within`` now; their sizes and checksums."""
+        sizes, sums = [0] * len(chunks), [""] * len(chunks)
+
+        def keep(chunk: int, data: memoryview) -> memoryview:
+            sizes[chunk], sums[chunk] = len(data), self.signer.checksum(data)
+            there = within is not None and within.begin_with(chunk, as_tensor(data))
+            return memoryview(b"") if there else data
+
         with ThreadPoolExecutor(_ENCODERS, "diloco-encode") as pool:
-            return encode(codec, chunks, raw.read, feedback, pool)
+            return encode(codec, chunks, raw.read, feedback, pool, keep), sizes, "".join(sums)
 
     def settlement(self, packed: Packed, feedback: Feedback | None = None) -> Settlement | None:
         """What notes that a mean has this contribution; None where nothing is left unsent.

@@ -52,8 +52,8 @@ class OwnPayload:
 
     Attributes:
         header: of the contribution.
-        raw: the tensors' own bytes.
-        encoded: the chunks as they are stored, where they are encoded.
+        raw: the tensors' own bytes; or each chunk begins with what is stored of it.
+        encoded: the chunks as they are stored, where they are encoded; empty where ``raw`` has it.
         overwritten: chunks of ``raw`` that hold the round's mean by now.
         needed: whether ``encoded`` is, after it was sent.
         released: chunks of ``encoded`` that only the store has.
@@ -70,16 +70,22 @@ class OwnPayload:
         """A chunk as it is stored: uint8, only to be read; None where only the store has it."""
         if self.encoded is not None:
             data = self.encoded[chunk]  # Before it is asked whether that was the chunk yet.
-            return None if chunk in self.released else as_tensor(data)
-        return None if chunk in self.overwritten else self.raw.read(chunk)
+            if chunk in self.released:
+                return None
+            if data:
+                return as_tensor(data)
+        size = self.header.chunk_size(chunk)
+        return None if chunk in self.overwritten else self.raw.read(chunk, size)
 
     def pieces(self, chunk: int) -> list[memoryview]:
         """The same as views of memory, before anything is overwritten."""
-        return list(self.raw.pieces(chunk)) if self.encoded is None else [self.encoded[chunk]]
+        if self.encoded is not None and self.encoded[chunk]:
+            return [self.encoded[chunk]]
+        return list(self.raw.pieces(chunk, self.header.chunk_size(chunk)))
 
     def release(self, chunk: int) -> None:
         """Let go of a chunk that is in the store, unless it is needed."""
-        if self.encoded is not None and not self.needed:
+        if self.encoded is not None and self.encoded[chunk] and not self.needed:
             self.released.add(chunk)
             self.encoded[chunk] = memoryview(b"")
 

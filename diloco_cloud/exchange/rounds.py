@@ -156,8 +156,8 @@ class RoundExchange(Words):
             work: what they stand for.
             names: of the tensors; part of what replicas must agree on.
             averaged_plainly: for each tensor, whether :attr:`merge` makes no difference to it.
-            in_place: the means may take the place of ``tensors``, which saves their size in memory;
-                after an error some do.
+            in_place: large ``tensors`` may make way for what is encoded of them, and for the means,
+                which saves that memory; where there are no means, they are then lost.
             before_sending: told what is unsent meanwhile, for whoever has to store that first.
 
         Raises:
@@ -171,10 +171,10 @@ class RoundExchange(Words):
         """
         stop, work = self._stop, Work() if work is None else work
         began = self.clock.now()
-        packed = self._pack(round_, fragment, tensors, work, names, averaged_plainly)
+        packed = self._pack(round_, fragment, tensors, work, names, averaged_plainly, in_place)
         if before_sending is not None:
             before_sending(self.contributing.owed(packed))
-        into = packed.destination(in_place=in_place and self.contributing.may_overwrite(packed))
+        into = packed.destination()
         parallel = self.planned_parallel(fragment, PARALLEL_READS)
         processor = self.contributing.processor
         payloads = Payloads(self.store, packed.own, self.signer, parallel, processor)
@@ -254,6 +254,7 @@ class RoundExchange(Words):
         work: Work,
         names: Sequence[str] | None,
         averaged_plainly: Sequence[bool] | None,
+        in_place: bool = False,
     ) -> Packed:
         verdicts.raise_if_finished(self.rank, round_, self.history)
         contributing = self.contributing
@@ -270,6 +271,7 @@ class RoundExchange(Words):
             reducers=self.reducers(),
             plan=self.history.plans.get(fragment),
             averaged_plainly=averaged_plainly,
+            in_place=in_place,
         )
 
     def _send(self, packed: Packed, payloads: Payloads) -> Contributed:
@@ -315,12 +317,7 @@ class RoundExchange(Words):
             **seen,
         ).sign(self.signer)
 
-    def _agreement(
-        self,
-        round_: int,
-        fragment: int,
-        mine: Contributed,
-    ) -> Agreement:
+    def _agreement(self, round_: int, fragment: int, mine: Contributed) -> Agreement:
         return Agreement(
             store=self.store,
             run=self.run,
@@ -362,7 +359,7 @@ class RoundExchange(Words):
     ) -> RoundResult:
         """What the decision comes to; what was averaged in expectation of it is taken over."""
         if commit.decision == "commit" and commit.chunk_bytes != packed.own.header.chunk_bytes:
-            into = packed.destination(in_place=False, chunk_bytes=commit.chunk_bytes)
+            into = packed.destination(commit.chunk_bytes)
         settlement, result = None, None
         # What an earlier process of this life sent is nothing that this one left unsent.
         if payloads.own is not None and commit.averages(self.rank, self.attempt):

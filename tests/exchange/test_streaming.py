@@ -424,9 +424,9 @@ def test_a_guess_without_oneself_is_not_followed(
     together([replica(name, rank, 2) for rank in range(2)])
     late = replica(name, 2, 2)
     monkeypatch.setattr(RoundExchange, "expected", [0, 1])
-    packed = late._pack(0, 0, tensors(2), Work(tokens=10), None, None)
+    packed = late._pack(0, 0, tensors(2), Work(tokens=10), None, None, in_place=True)
     payloads = Payloads(late.store, packed.own, late.signer)
-    into = packed.destination(in_place=True)
+    into = packed.destination()
     ahead = late._speculate(packed, payloads, into, threading.Event())
     assert ahead is not None
     time.sleep(0.3)

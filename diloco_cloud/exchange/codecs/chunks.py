@@ -83,6 +83,7 @@ def encode(
     read: ReadChunk,
     feedback: Feedback | None = None,
     pool: Executor | None = None,
+    keep: Callable[[int, memoryview], memoryview] = lambda _chunk, encoded: encoded,
 ) -> list[memoryview]:
     """Encode every chunk of a payload; nothing is changed.
 
@@ -92,6 +93,7 @@ def encode(
         read: its raw bytes.
         feedback: the residual that goes with it.
         pool: encodes several chunks at once. The bytes are the same.
+        keep: told of each chunk, when nobody reads its values any more; makes what is returned.
     """
 
     spare = _Spare()
@@ -99,11 +101,11 @@ def encode(
     def one(chunk: int) -> memoryview:
         values = chunks.values(chunk, read(chunk))
         if feedback is None:
-            return codec.encode(values)
+            return keep(chunk, codec.encode(values))
         into = spare.take(len(values))
         encoded = codec.encode(feedback.added_to(values, chunks.elements(chunk)[0], into))
         spare.give_back(into, encoded)
-        return encoded
+        return keep(chunk, encoded)
 
     return list((map if pool is None else pool.map)(one, range(len(chunks))))
 
