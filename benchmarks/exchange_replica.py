@@ -23,7 +23,7 @@ from reference_exchange import REFERENCES
 
 from diloco_cloud.errors import NotFoundError
 from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
-from diloco_cloud.replica.heaps import share_heaps
+from diloco_cloud.exchange.heaps import share_heaps
 from diloco_cloud.store import open_store
 from diloco_cloud.store.base import ObjectInfo, ObjectStore
 from diloco_cloud.store.metered import MeteredStore

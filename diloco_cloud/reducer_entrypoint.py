@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from diloco_cloud import keys
 from diloco_cloud.errors import StoreError
+from diloco_cloud.exchange.heaps import share_heaps
 from diloco_cloud.outer.hand_over import HandedOver
 from diloco_cloud.replica.claim import claim_life
-from diloco_cloud.replica.heaps import share_heaps
 from diloco_cloud.replica.identity import Identity, take_run_key
 from diloco_cloud.replica.launched import run_reported
 from diloco_cloud.replica.lifetime import Lifetime

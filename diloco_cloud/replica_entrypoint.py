@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco_cloud import keys
 from diloco_cloud.errors import ConfigError, DilocoError, NotFoundError
-from diloco_cloud.replica.heaps import share_heaps
+from diloco_cloud.exchange.heaps import share_heaps
 from diloco_cloud.replica.identity import RENDEZVOUS_ENV, Identity, replicas_now, take_run_key
 from diloco_cloud.replica.outcome import Outcome, exit_code, is_logged
 from diloco_cloud.replica.trainer import accepted, load_trainer, run_trainer

@@ -24,6 +24,7 @@ from diloco_cloud.errors import (
 )
 from diloco_cloud.exchange.buffers import ChunkedBytes
 from diloco_cloud.exchange.commit import Commit
+from diloco_cloud.exchange.heaps import FreedMemory
 from diloco_cloud.exchange.payloads import Payloads
 from diloco_cloud.exchange.sums import Sums
 from diloco_cloud.exchange.watch import Watch
@@ -78,9 +79,11 @@ class Gathering:
     _looked_at: float | None = field(default=None, init=False)
     _progress_at: float = field(init=False)
     _own_s: float = field(default=0.0, init=False)
+    _freed: FreedMemory = field(init=False)
 
     def __post_init__(self) -> None:
         self._watch = self.new_watch()
+        self._freed = FreedMemory(self.commit.nbytes)
         self._progress_at = self._watch.clock.now()
         chunks, contributors = len(self.into), self.commit.contributors
         self._todo = set(range(chunks))
@@ -229,6 +232,7 @@ class Gathering:
 
     def _take_in(self, future: Future[None]) -> None:
         chunk = self._under_way.pop(future)
+        self._freed.check()
         try:
             future.result()
         except CorruptContributionError as error:

@@ -25,6 +25,7 @@ from diloco_cloud.exchange.buffers import ChunkedBytes
 from diloco_cloud.exchange.commit import Commit, Contributor
 from diloco_cloud.exchange.contribution import Header
 from diloco_cloud.exchange.gathering import Gathering
+from diloco_cloud.exchange.heaps import FreedMemory
 from diloco_cloud.exchange.layout import TensorLayout, all_finite, byte_view
 from diloco_cloud.exchange.means import ChunkMeans
 from diloco_cloud.exchange.merging import rescale
@@ -111,11 +112,13 @@ class Reducer:
             headers = list(pool.map(header, commit.contributors))
             blocks, window = reading_ahead(headers, parallel)
             pending = ahead(pool, read, blocks, commit.contributors, window)
+            freed = FreedMemory(commit.nbytes)
             for block in blocks:
                 found = [next(pending).result() for _ in commit.contributors]
                 for chunk, *parts in zip(block, *found, strict=True):
                     means.write(chunk, parts, self.into)
                 del found, parts  # Before the next ones are waited for.
+                freed.check()
 
 
 def memory_for(layout: TensorLayout, chunk_bytes: int) -> tuple[torch.Tensor, ChunkedBytes]:
