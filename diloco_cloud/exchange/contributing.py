@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -40,6 +40,9 @@ from diloco_cloud.exchange.work import Work
 from diloco_cloud.store.base import ObjectStore
 
 logger = logging.getLogger(__name__)
+
+#: Bytes of a chunk, and how chunks are dealt out.
+Way: TypeAlias = tuple[int, dict[str, Any]]
 
 #: Threads that encode; more would take the processor from the training.
 _ENCODERS = 2
@@ -114,6 +117,8 @@ class Contributing:
     processor: ProcessorMeter = field(default_factory=ProcessorMeter)
     overwrites_from: int = SHARDED_FROM_BYTES
     residuals: Residuals = field(default_factory=Residuals, init=False)
+    #: By fragment, what way its last round went, and how long that took.
+    _took: dict[int, tuple[Way, float]] = field(default_factory=dict, init=False)
 
     # -- packing -------------------------------------------------------------------------------
 
@@ -188,6 +193,7 @@ class Contributing:
             checksums=sums,
             **dealt,
             **self._measured(),
+            took_s=self._took_s(fragment, (size, dealt)),
             **vars(work),
         ).sign(self.signer)
         needed = codec is not None and codec.decay is not None
@@ -198,11 +204,17 @@ class Contributing:
             return self.chunk_bytes
         return first_chunk_bytes(nbytes) if plan is None else plan.chunk_bytes
 
-    def end_round(self) -> None:
-        """Let what was measured so far count for less."""
+    def end_round(self, header: Header, took_s: float) -> None:
+        """Note how long a round with a contribution took, in seconds; older ones count for less."""
+        dealt = {"spread": header.spread, "reducers": header.reducers} if header.spread else {}
+        self._took[header.fragment] = (header.chunk_bytes, dealt), took_s
         self.processor.end_round()
         if self.meter is not None:
             self.meter.end_round()
+
+    def _took_s(self, fragment: int, way: Way) -> float:
+        before, took_s = self._took.get(fragment, (way, 0.0))
+        return took_s if before == way else 0.0
 
     def _measured(self) -> dict[str, Any]:
         """What this replica's link and processors have shown so far."""
@@ -211,6 +223,7 @@ class Contributing:
         link = None if self.meter is None else self.meter.link
         if link is not None:
             found |= {"up": float(link.up), "down": float(link.down), "latency": link.latency}
+            found["apart"] = round(self.processor.overlap.apart, 3)
         return found
 
     @property

@@ -73,6 +73,10 @@ class Header:
         latency: seconds of a small request; 0 if unknown.
         encode_rate, decode_rate: bytes of tensors per second that this replica has encoded, and
             added to means (:mod:`.processors`); 0 if unknown.
+        took_s: seconds of this replica's last round of the fragment, waits for others in them, if
+            that went the same way in chunks of the same size; 0 if not.
+        apart: from 0 to 1, the part of the shorter of receiving and averaging in which the other
+            stood still.
         chunk_bytes: bytes of the tensors in each chunk (the last one may be shorter).
         checksums: of each chunk, :data:`~.signing.CHECKSUM_CHARS` hex characters long, joined.
         mac: over all the rest, where the run is signed.
@@ -108,6 +112,8 @@ class Header:
     latency: float = 0.0
     encode_rate: float = 0.0
     decode_rate: float = 0.0
+    apart: float = 0.0
+    took_s: float = 0.0
     chunk_bytes: int = CHUNK_BYTES
     checksums: str = ""
     mac: str = ""
@@ -220,6 +226,8 @@ _FIELDS: Final[dict[str, Callable[[Any], Any]]] = {
     "latency": wire.magnitude,
     "encode_rate": wire.magnitude,
     "decode_rate": wire.magnitude,
+    "apart": wire.magnitude,
+    "took_s": wire.magnitude,
     "chunk_bytes": chunk_size,
     "checksums": wire.text,
     "mac": wire.text,
@@ -227,7 +235,7 @@ _FIELDS: Final[dict[str, Callable[[Any], Any]]] = {
 
 
 #: Not written where they are 0; headers of earlier versions are without them.
-_OPTIONAL: Final = frozenset({"encode_rate", "decode_rate"})
+_OPTIONAL: Final = frozenset({"encode_rate", "decode_rate", "apart", "took_s"})
 
 
 def _header(values: Any) -> Header:

@@ -65,7 +65,9 @@ def plan_next(headers: Sequence[Header], reduction: str, current: Plan | None) -
         return None  # Too little to be dealt out.
     claims = (Link.claimed(header.up, header.down, header.latency) for header in headers)
     links = [link for link in claims if link is not None]
-    return choose(job, links, current=current, kinds=kinds)
+    # Of the last to arrive there is no wait for others in it.
+    took_s = min((header.took_s for header in headers if header.took_s > 0), default=None)
+    return choose(job, links, current=current, kinds=kinds, took_s=took_s)
 
 
 def kind_of(
@@ -112,6 +114,7 @@ def _job(headers: Sequence[Header]) -> Job:
         sum_ratio=RAW_BITS / _bits(sums),
         encode_rate=rates.encode,
         decode_rate=rates.decode,
+        apart=min(1.0, max(header.apart for header in headers)),
         reducers=(_VOLUNTEER,) * volunteers,
     )
 

@@ -109,6 +109,66 @@ class Span:
 
 
 @dataclass
+class Overlap:
+    """Learns how far receiving and averaging go on at the same time. Any thread may report.
+
+    They do where one waits for the link while the other has a processor; not where both want the
+    same processor, as they do with a store in a directory, or many replicas on a machine.
+
+    Attributes:
+        now: seconds, monotonic.
+    """
+
+    now: Callable[[], float] = time.monotonic
+    _receiving: Span = field(default_factory=Span, init=False)
+    _averaging: Span = field(default_factory=Span, init=False)
+    _either: Span = field(default_factory=Span, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """Around a read."""
+        with self._during(self._receiving):
+            yield
+
+    @contextmanager
+    def averaging(self) -> Iterator[None]:
+        """Around the checking and averaging of what was read."""
+        with self._during(self._averaging):
+            yield
+
+    def fade(self, kept: float) -> None:
+        """Let what was measured so far count for less."""
+        with self._lock:
+            for span in (self._receiving, self._averaging, self._either):
+                span.fade(kept)
+
+    @property
+    def apart(self) -> float:
+        """The part of the shorter of both in which the other stood still; 0 if nothing is known."""
+        with self._lock:
+            one, other = self._receiving.busy_s, self._averaging.busy_s
+            either = self._either.busy_s
+        if min(one, other) <= 0:
+            return 0.0
+        return min(max(1 - (one + other - either) / min(one, other), 0.0), 1.0)
+
+    @contextmanager
+    def _during(self, span: Span) -> Iterator[None]:
+        with self._lock:
+            now = self.now()
+            span.begin(now)
+            self._either.begin(now)
+        try:
+            yield
+        finally:
+            with self._lock:
+                now = self.now()
+                span.end(now, 0, 0.0)
+                self._either.end(now, 0, 0.0)
+
+
+@dataclass
 class LinkMeter:
     """Learns a link from the transfers of an exchange, which overlap. Any thread may report.
 
@@ -120,15 +180,20 @@ class LinkMeter:
     Attributes:
         now: seconds, monotonic.
         kept: what part of the older rounds' weight is left after another round.
+        overlap: with averaging.
     """
 
     now: Callable[[], float] = time.monotonic
     kept: float = 0.5
+    overlap: Overlap = field(init=False)
     _up: Span = field(default_factory=Span, init=False)
     _down: Span = field(default_factory=Span, init=False)
     _latency: float = field(default=math.inf, init=False)
     _latency_before: float = field(default=math.inf, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def __post_init__(self) -> None:
+        self.overlap = Overlap(self.now)
 
     @contextmanager
     def sending(self, nbytes: int) -> Iterator[None]:
@@ -139,7 +204,7 @@ class LinkMeter:
     @contextmanager
     def receiving(self, nbytes: int) -> Iterator[None]:
         """Around a read of so many bytes."""
-        with self._transfer(self._down, nbytes):
+        with self.overlap.receiving(), self._transfer(self._down, nbytes):
             yield
 
     def answered(self, seconds: float) -> None:
@@ -149,6 +214,7 @@ class LinkMeter:
 
     def end_round(self) -> None:
         """Let what was measured so far count for less."""
+        self.overlap.fade(self.kept)
         with self._lock:
             self._up.fade(self.kept)
             self._down.fade(self.kept)

@@ -30,6 +30,9 @@ class ChunkMeans:
         layout: of the tensors.
         processor: measures how long it takes.
 
+    Attributes:
+        processor: likewise.
+
     Raises:
         ConfigError: a codec is not known here.
     """
@@ -37,7 +40,7 @@ class ChunkMeans:
     def __init__(
         self, commit: Commit, layout: TensorLayout, processor: ProcessorMeter | None = None
     ) -> None:
-        self._processor = ProcessorMeter() if processor is None else processor
+        self.processor = ProcessorMeter() if processor is None else processor
         self._weights = commit.weights
         self._layout = layout
         self._chunks = Chunks(layout, commit.chunk_bytes)
@@ -62,18 +65,18 @@ class ChunkMeans:
         if self._codec is None:
             return self._mean_of_raw(chunk, parts)
         mean = self._mean_of_encoded(self._codec, chunk, parts)
-        with self._processor.decoding():
+        with self.processor.decoding():
             return self._as_bytes(chunk, mean.result())
 
     def write(self, chunk: int, parts: Iterable[torch.Tensor], into: ChunkedBytes) -> None:
         """Write the mean into memory of the tensors; arguments and errors as of :meth:`mean`."""
         if self._codec is None:
             means = self._mean_of_raw(chunk, parts)
-            with self._processor.decoding():
+            with self.processor.decoding():
                 into.write(chunk, means)
             return
         mean = self._mean_of_encoded(self._codec, chunk, parts)
-        with self._processor.decoding():
+        with self.processor.decoding():
             into.write(chunk, self._as_bytes(chunk, mean.result()))
             self._use_again(chunk, mean)
 
@@ -83,10 +86,10 @@ class ChunkMeans:
             return byte_view(self.mean(chunk, parts))
         if self._codec is None:
             values = self._chunks.values(chunk, self._mean_of_raw(chunk, parts))
-            with self._processor.decoding():
+            with self.processor.decoding():
                 return self._sums.encode(values)
         mean = self._mean_of_encoded(self._codec, chunk, parts)
-        with self._processor.decoding():
+        with self.processor.decoding():
             values = mean.result()
             body = self._sums.encode(values)
             if not overlap(body, values):
@@ -102,8 +105,9 @@ class ChunkMeans:
         if self._sums is None:
             if len(body) != self.nbytes(chunk):
                 raise CorruptContributionError(f"a sum of {len(body)} bytes")
-            return body
-        with self._processor.decoding(self.nbytes(chunk)):
+            with self.processor.decoding(len(body)):
+                return body  # It is work where it is written to its place.
+        with self.processor.decoding(self.nbytes(chunk)):
             mean = self._sums.decode(body.numpy(), self._chunks.numel(chunk))
             return self._as_bytes(chunk, mean)
 
@@ -113,7 +117,7 @@ class ChunkMeans:
         Raises:
             CorruptContributionError: it cannot be decoded.
         """
-        with self._processor.decoding():
+        with self.processor.decoding():
             if self._codec is None:
                 return all_finite(self._chunks.values(chunk, part))
             return self._codec.all_finite(part.numpy(), self._chunks.numel(chunk))
@@ -131,14 +135,14 @@ class ChunkMeans:
             for segment, low, high in segments
         ]
         for part, weight in zip(parts, self._weights, strict=True):
-            with self._processor.decoding(size):
+            with self.processor.decoding(size):
                 for (segment, low, high), total in zip(segments, sums, strict=True):
                     values = part[low:high].view(segment.dtype).to(segment.accumulator)
                     # A product and a sum, each rounded: add_(alpha=) is one fused step on some CPUs
                     # and two on others, and the bits would depend on who reduces.
                     total.add_(values if weight == 1 else values * weight)
         weight = sum(self._weights)
-        with self._processor.decoding():
+        with self.processor.decoding():
             means = [
                 total.div_(weight).to(segment.dtype).view(torch.uint8)
                 for (segment, _, _), total in zip(segments, sums, strict=True)
@@ -155,7 +159,7 @@ class ChunkMeans:
         except (KeyError, IndexError):
             mean = codec.mean(numel)
         for part, weight in zip(parts, self._weights, strict=True):
-            with self._processor.decoding(nbytes):  # Not while a part is waited for.
+            with self.processor.decoding(nbytes):  # Not while a part is waited for.
                 mean.add(part.numpy(), weight)
         return mean
 

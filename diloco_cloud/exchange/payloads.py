@@ -104,7 +104,7 @@ class Payloads:
             equal to these.
         signer: of the run.
         parallel: requests under way at once.
-        processor: measures how long averaging takes.
+        processor: measures how long checking and averaging take.
         headers: those that were read already, by digest.
         opened: those that went ahead of a contribution, and their digests, by rank and attempt.
     """
@@ -182,7 +182,8 @@ class Payloads:
         else:
             key = contribution_key(commit, one)
             data = read_range(self.store, key, header.size + header.chunk_start(chunk), size)
-        header.verify(chunk, data, key, self.signer)
+        with self.processor.decoding():
+            header.verify(chunk, data, key, self.signer)
         return as_tensor(data)
 
     def chunks(self, commit: Commit, one: Contributor, chunks: range) -> list[torch.Tensor]:
@@ -198,7 +199,8 @@ class Payloads:
         found = []
         for chunk, size in zip(chunks, sizes, strict=True):
             piece, data = data[:size], data[size:]
-            header.verify(chunk, piece, key, self.signer)
+            with self.processor.decoding():
+                header.verify(chunk, piece, key, self.signer)
             found.append(as_tensor(piece))
         return found
 

@@ -37,6 +37,8 @@ _EQUAL: Final = 0.02
 #: What a plan must gain to replace the one in use: measurements waver, and a new chunk size makes
 #: every codec begin its error feedback's bookkeeping anew.
 _WORTH_CHANGING: Final = 0.10
+#: What a measured round corrects a prediction by, whatever anybody claims of it.
+_LEAST_FACTOR, _LARGEST_FACTOR = 0.5, 4.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def choose(
     by: Choice = BY_TIME,
     current: Plan | None = None,
     kinds: Sequence[Kind] = KINDS,
+    took_s: float | None = None,
 ) -> Plan:
     """The plan for a job, with the seconds that it is expected to take where links were measured.
 
@@ -85,18 +88,23 @@ def choose(
         by: prices, and what time is worth.
         current: the plan in use, which is kept unless another gains more than a tenth.
         kinds: that may be chosen.
+        took_s: seconds of a round that went as ``current``, if there was one. What a prediction was
+            wrong by then, it will be wrong by again, as where replicas share processors.
     """
     is_measured = bool(links)
     links = [slowest(links)]  # what decides; the same in whatever order they came
     costs = {one: by.predict(one, job, links) for one in candidates(job, kinds)}
     least = min(by.weigh(cost) for cost in costs.values())
+    factor = 1.0 if is_measured else 0.0
     if current is not None and current.kind in kinds and possible(current, job):
         now = by.predict(current, job, links)
+        if took_s is not None:
+            factor *= min(max(took_s / now.seconds, _LEAST_FACTOR), _LARGEST_FACTOR)
         if by.weigh(now) <= least / (1 - _WORTH_CHANGING):
-            return replace(current, expected_s=now.seconds if is_measured else 0.0)
+            return replace(current, expected_s=now.seconds * factor)
     equal = [one for one, cost in costs.items() if by.weigh(cost) <= least * (1 + _EQUAL)]
     best = min(equal, key=lambda one: _preference(one, costs[one]))
-    return replace(best, expected_s=costs[best].seconds if is_measured else 0.0)
+    return replace(best, expected_s=costs[best].seconds * factor)
 
 
 def candidates(job: Job, kinds: Sequence[Kind] = KINDS) -> Iterator[Plan]:

@@ -71,6 +71,7 @@ class Job:
             the header that goes ahead names every chunk.
         decode_rate: raw bytes per second that one replica decodes and adds, of contributions, and
             of means, whose encoding is in it.
+        apart: from 0 to 1, how far a replica cannot receive and average at the same time.
         reducers: links of the volunteer reducers.
     """
 
@@ -80,6 +81,7 @@ class Job:
     sum_ratio: float = 1.0
     encode_rate: float = 4e9
     decode_rate: float = 8e9
+    apart: float = 0.0
     reducers: tuple[Link, ...] = ()
 
 
@@ -192,9 +194,16 @@ def carry(nbytes: float, requests: int, rate: float, latency: float, parallel: i
     return max(requests * cycle / customers, latency + nbytes / rate)
 
 
-def overlapped(one: float, other: float, pieces: int) -> float:
-    """Seconds of two stages that go on at the same time, but for one of ``pieces`` equal pieces."""
-    return max(one, other) + min(one, other) / pieces
+def overlapped(one: float, other: float, pieces: int, apart: float = 0.0) -> float:
+    """Seconds of two stages that go on at the same time, but for one of ``pieces`` equal pieces.
+
+    Args:
+        one: seconds.
+        other: seconds.
+        pieces: of each stage.
+        apart: the part of the shorter one in which the longer one stands still all the same.
+    """
+    return max(one, other) + min(one, other) * max(apart, 1 / pieces)
 
 
 @dataclass
@@ -246,7 +255,7 @@ class _Model:
         decode = self._decode_s(self._job.contributors)
         # What is little is read and checked as a whole, before the decision that names it.
         whole = self._peers * self._put <= KEEP_BYTES
-        taken = overlapped(down, decode, 1 if whole else self._reads)
+        taken = overlapped(down, decode, 1 if whole else self._reads, self._job.apart)
         return self._up_s(self._put, 1) + self.agreement_s + taken
 
     # -- streamed: once the header that goes ahead is there ------------------------------------
@@ -258,7 +267,7 @@ class _Model:
         # With two, whoever owns least may have most to read.
         down = max(self._down_s(*self._sharded_down(n)) for n in (self._most, self._least))
         return max(
-            self._first_s + overlapped(down, cpu, self._most),
+            self._first_s + overlapped(down, cpu, self._most, self._job.apart),
             self._up_s(self._put, self._chunks) + self._last_s(self._peers),
             up + self._take_s,
         )

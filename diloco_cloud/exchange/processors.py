@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from diloco_cloud.exchange.links import Span
+from diloco_cloud.exchange.links import Overlap, Span
 
 #: What anybody may claim, bytes per second.
 _SLOWEST: Final = 1e6
@@ -49,7 +49,7 @@ class Rates:
 
     Attributes:
         encode: from tensors to a contribution that is ready to be sent.
-        decode: of contributions added to means, and of means put in their place.
+        decode: of contributions checked and added to means, and of means put in their place.
     """
 
     encode: float
@@ -78,10 +78,12 @@ class ProcessorMeter:
     Attributes:
         now: seconds, monotonic.
         kept: what part of the older rounds' weight is left after another round.
+        overlap: of decoding with what is received.
     """
 
     now: Callable[[], float] = time.monotonic
     kept: float = 0.5
+    overlap: Overlap = field(default_factory=Overlap)
     _encode: Span = field(default_factory=Span, init=False)
     _decode: Span = field(default_factory=Span, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -94,8 +96,8 @@ class ProcessorMeter:
 
     @contextmanager
     def decoding(self, nbytes: int = 0) -> Iterator[None]:
-        """Around the averaging of so many bytes of tensors; 0: what goes with it."""
-        with self._work(self._decode, nbytes):
+        """Around the averaging of so many bytes of tensors; 0: checks, which go with it."""
+        with self.overlap.averaging(), self._work(self._decode, nbytes):
             yield
 
     def end_round(self) -> None:

@@ -199,7 +199,9 @@ class RoundExchange(Words):
                 ahead.stop()
         verdicts.raise_if_given_up(stop)
         grace_s = 0.0 if agreement.quorum_at is None else decided - agreement.quorum_at
-        self._note(agreement, result, self.clock.now() - began - grace_s)
+        exchange_s = self.clock.now() - began - grace_s
+        self.contributing.end_round(packed.own.header, exchange_s)
+        self._note(agreement, result, exchange_s)
         return result
 
     def contribute(
@@ -234,8 +236,7 @@ class RoundExchange(Words):
         own = read_header(self.store, key, size, size=size, signer=self.signer, own=True)
         payloads = Payloads(self.store, signer=self.signer)
         mine = Contributed(payloads, None, own, is_there=True)
-        agreement = self._agreement(round_, fragment, mine)
-        return agreement.reach(self.watch())
+        return self._agreement(round_, fragment, mine).reach(self.watch())
 
     def replay(self, commit: Commit, layout: TensorLayout) -> RoundResult:
         """The result of an earlier round, from what the store kept of it."""
@@ -261,6 +262,8 @@ class RoundExchange(Words):
         contributing.codec, contributing.reduction = self.codec, self.reduction
         contributing.merge = self.merge
         contributing.chunk_bytes, contributing.meter = self.chunk_bytes, self.meter
+        if self.meter is not None:
+            contributing.processor.overlap = self.meter.overlap
         return contributing.pack(
             round_,
             fragment,
@@ -393,5 +396,4 @@ class RoundExchange(Words):
                 agreement.seen, self.history, agreement.needed, round_s, exchange_s
             )
         self.history.note(commit, applied=result.tensors is not None)
-        self.contributing.end_round()
         self._opened_at = now

@@ -138,7 +138,8 @@ class Sums:
             1,
         ) or not 0 < len(body) == header.payload_bytes:
             raise CorruptContributionError(f"{key}: not a mean of this round's commit")
-        header.verify(0, body, key, self.signer)
+        with self.means.processor.decoding():
+            header.verify(0, body, key, self.signer)
         return as_tensor(body)
 
     def _key(self, chunk: int) -> str:
