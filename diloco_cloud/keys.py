@@ -177,10 +177,10 @@ def openings(round_: int, fragment: int) -> str:
     return f"{stream(round_, fragment)}open/"
 
 
-def opened_by(key: str) -> int | None:
-    """The rank that an opening belongs to, else None."""
-    found = re.search(r"/open/([0-9]{4,9})\.[0-9]{4,9}\Z", key)
-    return int(found[1]) if found else None
+def opened_by(key: str) -> tuple[int, int] | None:
+    """(rank, attempt) of an opening, else None."""
+    found = re.search(r"/open/([0-9]{4,9})\.([0-9]{4,9})\Z", key)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def part(round_: int, fragment: int, chunk: int, spread: int, rank: int, attempt: int) -> str:

@@ -349,13 +349,20 @@ class Agreement:
 
     def _header(self, arrival: Arrival) -> tuple[Header, str] | CorruptContributionError:
         """An arrival's header and digest, or why it cannot be used."""
-        own = self.own[0]
-        if (arrival.rank, arrival.attempt) == (own.rank, own.attempt) and self.is_own_there:
+        own, life = self.own[0], (arrival.rank, arrival.attempt)
+        if life == (own.rank, own.attempt) and self.is_own_there:
             return self.own
-        known = self.payloads.opened.get((arrival.rank, arrival.attempt))
-        if known is not None and known[0].size == arrival.info.size:
-            return known  # The contribution proper is the same header once more.
-        key = arrival.info.key
+        with self.payloads.reading(life):
+            known = self.payloads.opened.get(life)
+            if known is not None and known[0].size == arrival.info.size:
+                return known  # The contribution proper is the same header once more.
+            found = self._read_header(arrival)
+            if not isinstance(found, CorruptContributionError) and found[0].spread:
+                self.payloads.opened[life] = found
+            return found
+
+    def _read_header(self, arrival: Arrival) -> tuple[Header, str] | CorruptContributionError:
+        own, key = self.own[0], arrival.info.key
         try:
             header, name = read_header(
                 self.store, key, own.size, size=arrival.info.size, signer=self.payloads.signer

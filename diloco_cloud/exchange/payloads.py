@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import TypeVar
 
 import torch
@@ -106,7 +107,8 @@ class Payloads:
         parallel: requests under way at once.
         processor: measures how long checking and averaging take.
         headers: those that were read already, by digest.
-        opened: those that went ahead of a contribution, and their digests, by rank and attempt.
+        opened: those of contributions whose chunks are objects of their own, and their digests, by
+            rank and attempt.
     """
 
     store: ObjectStore
@@ -117,6 +119,7 @@ class Payloads:
     headers: dict[str, Header] = field(default_factory=dict)
     opened: dict[tuple[int, int], tuple[Header, str]] = field(default_factory=dict)
     _kept: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict, init=False)
+    _readers: dict[tuple[int, int], Lock] = field(default_factory=dict, init=False)
 
     def has_room(self, headers: Iterable[Header]) -> bool:
         """Whether contributions with these headers can be kept in memory."""
@@ -141,6 +144,14 @@ class Payloads:
             return True
         means = ChunkMeans(commit, layout, self.processor)
         return all(means.all_finite(chunk, data) for chunk, data in enumerate(found))
+
+    def reading(self, life: tuple[int, int]) -> Lock:
+        """To be held while :attr:`opened` is looked up for a rank and attempt, and its header read.
+
+        Whoever decides and whoever averages ahead of the decision need the same headers, and are
+        two threads: what one of them is about to have is no request of the other's.
+        """
+        return self._readers.setdefault(life, Lock())
 
     def header(self, commit: Commit, one: Contributor) -> Header:
         """The header the commit names; anything else under its key is refused.

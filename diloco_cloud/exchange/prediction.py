@@ -34,6 +34,11 @@ Kind: TypeAlias = Literal["all-gather", "sharded", "reducers"]
 #: Answers that a decision waits for, one after the other: a contribution's header is written, the
 #: listing shows the last, the commit is created, a listing shows it, it is read.
 AGREEMENT_TRIPS: Final = 5
+#: Answers until the header that goes ahead of a contribution is seen: it is written, and listed.
+_OPENING_TRIPS: Final = 2
+#: Seconds from one look for sums to the next while there are none: pauses grow from two thirds of
+#: it on, and begin again with every sum.
+_IDLE_LOOK_S: Final = 0.075
 #: Bytes of contributions that are read, checked and kept before the decision that names them.
 KEEP_BYTES: Final = 16 * 2**20
 #: Keys in one page of a listing.
@@ -345,17 +350,16 @@ class _Model:
         """Of the replica with the most, and of all together with the reducers.
 
         For the decision, everybody writes a header (and another that goes ahead of chunks) and
-        reads the others', one creates the commit and the rest read it. A replica looks for others'
-        words at the pace of a wait that was foreseen, and for chunks when it has room for another
-        batch of reads.
+        reads the others' once, one creates the commit and the rest read it. Listings are those of
+        replicas that have something to send at the same time; one that is ahead looks for the
+        others besides, at the pace of a wait that was foreseen.
         """
         n, peers, chunks = self._job.contributors, self._peers, self._chunks
-        looks = Pace(expected_s=seconds).looks(seconds) if peers else 1
+        looks = self._looks(AGREEMENT_TRIPS) if peers else 1
         one = _Traffic(up=self._put)
         one.requests.update(create=2, list=looks, get_range=peers, get=1)
         total = _Traffic()
         total.requests.update(create=n + 1, list=n * looks, get_range=n * peers, get=n)
-        parallel = self._plan.parallel
         if self._plan.kind == "all-gather":
             one.down, total.down = peers * self._put, n * peers * self._put
             one.requests.update(get_range=peers * self._reads)
@@ -364,17 +368,41 @@ class _Model:
             one.up += min(1.0, self._most * self._part) * self._sum
             one.down = max(self._sharded_down(own)[0] for own in (self._most, self._least))
             reads = self._sharded_down(self._most)[1]
-            batches = 2 * -(-reads // parallel)  # of parts and of sums, which are listed apart
-            one.requests.update(create=chunks + self._most + 1, get_range=reads, list=batches)
+            parts = self._most * peers
+            looks = self._chunk_looks(seconds, parts, reads - parts, one.down)
+            one.requests.update(create=chunks + self._most + 1, get_range=reads, list=looks)
             total.down = peers * (self._put + self._sum)
             total.requests.update(create=(n + 1) * chunks + n, get_range=2 * peers * chunks)
-            total.requests.update(list=n * batches)
+            total.requests.update(list=n * looks)
         else:
             one.down, total.down = self._sum, n * self._sum  # the reducers are near the bucket
-            batches = -(-chunks // parallel)
-            one.requests.update(create=chunks + 1, get_range=chunks, list=batches)
+            looks = self._chunk_looks(seconds, 0, chunks, one.down)
+            one.requests.update(create=chunks + 1, get_range=chunks, list=looks)
             parts = self._most * n
-            listed = -(-parts // parallel) * -(-parts // _PAGE)
+            listed = -(-parts // self._plan.parallel) * -(-parts // _PAGE)
             total.requests.update(create=(n + 1) * chunks + n, get_range=2 * n * chunks)
-            total.requests.update(list=n * batches + len(self._job.reducers) * listed)
+            total.requests.update(list=n * looks + len(self._job.reducers) * listed)
         return one, total
+
+    def _looks(self, trips: int) -> int:
+        """Looks for something that comes after so many answers, a look being one itself."""
+        latency = self._link.latency
+        pace = Pace(shortest_s=max(Pace.shortest_s, latency), expected_s=trips * latency)
+        return pace.looks(trips * latency)
+
+    def _chunk_looks(self, seconds: float, parts: int, sums: int, nbytes: float) -> int:
+        """Looks for what others have written of chunks, and before that for whose headers are here.
+
+        What a look finds is read before the next one: of sums, as many as are under way at once; of
+        parts, two chunks' of everybody. When nothing is left to read, looks follow one another.
+
+        Args:
+            seconds: of the round.
+            parts: to read.
+            sums: to read.
+            nbytes: of both.
+        """
+        parallel = self._plan.parallel
+        found = -(-parts // max(parallel, 2 * self._peers)) + -(-sums // parallel)
+        idle_s = max(0.0, seconds - self._down_s(nbytes, parts + sums))
+        return self._looks(_OPENING_TRIPS) + found + round(idle_s / _IDLE_LOOK_S)

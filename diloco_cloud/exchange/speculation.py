@@ -105,10 +105,10 @@ class Speculation:
         while True:
             newest: dict[int, ObjectInfo] = {}
             for info in self.payloads.store.list(keys.openings(own.round, own.fragment)):
-                rank = keys.opened_by(info.key)
+                life = keys.opened_by(info.key)
                 # In key order, so by attempts. An earlier life of this rank's was not to be.
-                if rank is not None and (rank != own.rank or info.key == here):
-                    newest[rank] = info
+                if life is not None and (life[0] != own.rank or info.key == here):
+                    newest[life[0]] = info
             # Its own too: what is expected must have this replica's chunks in it, as the means
             # take the place of those.
             if self.expected | {own.rank} <= newest.keys():
@@ -122,6 +122,14 @@ class Speculation:
                 raise CorruptContributionError("the round was decided before all had begun it")
 
     def _header(self, info: ObjectInfo) -> tuple[Header, str]:
+        life = keys.opened_by(info.key)
+        assert life is not None
+        with self.payloads.reading(life):
+            if life not in self.payloads.opened:
+                self.payloads.opened[life] = self._read_header(info)
+            return self.payloads.opened[life]
+
+    def _read_header(self, info: ObjectInfo) -> tuple[Header, str]:
         payloads = self.payloads
         assert payloads.own is not None
         own = payloads.own.header
@@ -134,7 +142,6 @@ class Speculation:
         ):
             raise CorruptContributionError(f"{info.key}: written for another run, round or rank")
         payloads.headers[name] = header
-        payloads.opened[header.rank, header.attempt] = header, name
         return header, name
 
     def _publish(self, commit: Commit) -> None:

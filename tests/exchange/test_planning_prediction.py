@@ -159,6 +159,37 @@ def test_requests_do_not_depend_on_how_many_tensors_but_on_chunks() -> None:
     assert cost.requests["get_range"] == 8 * 7 + 56 + 7  # parts, sums, headers
 
 
+@pytest.mark.parametrize(
+    ("kind", "chunk", "n", "chunk_looks"),
+    [
+        # Two chunks' parts of everybody are seen by one look, and as many sums as are read at once.
+        ("sharded", 4 * MB, 8, 8 * 7 // 14 + 56 // 8),
+        ("sharded", 4 * MB, 32, 2 * 31 // 62 + -(-62 // 8)),
+        ("reducers", 4 * MB, 8, 64 // 8),
+        ("all-gather", 4 * MB, 8, 0),
+        ("all-gather", 4 * MB, 256, 0),
+    ],
+)
+def test_looks_follow_from_what_they_find(
+    kind: Any, chunk: int, n: int, chunk_looks: int
+) -> None:
+    a_job = job(256 * MB, n, reducers=NEAR_LINKS)
+    cost = predict(Plan(kind, chunk, 8), a_job, [EXAMPLE])
+    decision, openings = AGREEMENT_TRIPS + 1, 3 if chunk_looks else 0
+    read_s = cost.bytes_down / 100e6
+    idle = (cost.seconds - read_s) / 0.075 if chunk_looks else 0
+    least = decision + openings + chunk_looks
+    assert least <= cost.requests["list"] <= least + idle
+
+
+def test_who_waits_for_sums_looks_for_them_again_and_again() -> None:
+    # With two, more is sent than read: a quarter of the time there is nothing to read.
+    cost = predict(Plan("sharded", MB, 8), job(256 * MB, 2), [Link.of(25e6, 25e6, 0.03)])
+    idle_s = cost.seconds - 256 * MB / 25e6
+    assert idle_s > 5
+    assert cost.requests["list"] == pytest.approx(idle_s / 0.075 + 2 * 128 / 8 + 9, abs=5)
+
+
 def test_dollars_of_an_all_gather_are_its_egress_and_its_requests() -> None:
     n, plan = 8, Plan("all-gather", 16 * MB, 8)
     a_job = job(GB, n)

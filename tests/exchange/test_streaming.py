@@ -154,6 +154,51 @@ def test_nobody_reads_more_than_its_share(name: str) -> None:
         assert reads["sum"] == chunks - mine
 
 
+class Raced(Recording):
+    """The decision is made before what is averaged ahead begins, or while it reads its headers."""
+
+    def __init__(self, name: str, *, decides_first: bool) -> None:
+        super().__init__(name)
+        self._decides_first = decides_first
+        self._looked, self._read_put, self._averaged = (threading.Event() for _ in range(3))
+
+    def list(self, prefix: str = "") -> list[Any]:
+        if prefix == keys.openings(0, 0) and self._decides_first:
+            assert self._read_put.wait(20)
+        found = super().list(prefix)
+        if prefix == keys.directory(0, 0):
+            self._looked.set()
+        return found
+
+    def get_range(self, key: str, start: int, length: int) -> memoryview:
+        if "/open/" in key and not self._decides_first:
+            assert self._looked.wait(20)
+        found = super().get_range(key, start, length)
+        if "/put/" in key:
+            self._read_put.set()
+        return found
+
+    def create(self, key: str, data: Any) -> None:
+        if key == keys.commit(0, 0):
+            assert self._averaged.wait(20)
+        super().create(key, data)
+        if "/sum/" in key:
+            self._averaged.set()
+
+
+@pytest.mark.parametrize("decides_first", [True, False])
+def test_who_decides_and_averages_ahead_reads_every_header_once(
+    name: str, decides_first: bool
+) -> None:
+    for rank in (1, 2):
+        replica(name, rank).contribute(0, 0, tensors(rank), Work(tokens=10))
+    own = replica(name, 0)
+    own.store = own.contributing.store = store = Raced(name, decides_first=decides_first)
+    assert equal(own.exchange(0, 0, tensors(0), Work(tokens=10)), mean([0, 1, 2]))
+    headers = [key for key in store.read if "/open/" in key or "/put/" in key]
+    assert sorted(key[-9:] for key in headers) == ["0001.0000", "0002.0000"]
+
+
 def test_a_contribution_that_is_begun_and_never_ends_is_done_without(name: str) -> None:
     """Its header has gone ahead, and the others have averaged in expectation of the rest."""
     dead = Contributing(MemoryStore(name), "run", 2, 0, reduction="sharded", chunk_bytes=CHUNK)
