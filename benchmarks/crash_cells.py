@@ -22,6 +22,7 @@ NOT_COMMITTER: tuple[Role, ...] = ("plain", "owner", "writer")
 ROUND, STREAM, STATE = r"rounds/\d+\.0/", r"rounds/\d+\.0\.stream/", r"state/\d+/"
 INITIAL, LATER = r"state/0+/", r"state/0*[1-9]\d*/"
 MANIFEST, TENSORS = r"manifest\.json", r".*\.safetensors"
+RESULT = r"result/[^/]+/"
 
 _start = partial(Step, "start", behind="nothing")
 _agree = partial(Step, "agree", behind="contribution")
@@ -63,8 +64,8 @@ STEPS = (
     _join("list open round", "list", ROUND),
     _join("put join", "put", ROUND + "join/.*"),
     Step("leave", "put leave", "put", ROUND + "leave/.*"),
-    _export("put model", "create", r"result/model\.safetensors"),
-    _export("put manifest", "create", r"result/manifest\.json"),
+    _export("put model", "create", RESULT + r"model\.safetensors"),
+    _export("put manifest", "put", RESULT + MANIFEST),
 )
 
 

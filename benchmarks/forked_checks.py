@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from blake3 import blake3
@@ -20,6 +21,7 @@ from safetensors.torch import load
 from diloco_cloud import keys
 from diloco_cloud.exchange.commit import DRIFTED, Commit
 from diloco_cloud.exchange.contribution import decode, digest
+from diloco_cloud.result import read_result
 
 
 class ViolatedError(AssertionError):
@@ -113,10 +115,17 @@ def _check_contributors(commits: Sequence[Commit]) -> None:
         require(not drifted, f"round {commit.round}: ranks {drifted} drifted")
 
 
+def _manifest(run: ForkedRun) -> Mapping[str, Any]:
+    result = read_result(run.prefix)
+    if result is None:
+        raise ViolatedError("there is no result")
+    return result.manifest
+
+
 def _check_bases(run: ForkedRun, commits: Sequence[Commit]) -> None:
     """Everybody ended with the parameters of its last round, and the result has the very last."""
     last = len(commits)
-    manifest = json.loads(run.prefix.get(keys.RESULT_MANIFEST))
+    manifest = _manifest(run)
     require(manifest["round"] == last, f"the result is of round {manifest['round']}, not {last}")
     require(len(run.ends) == run.job.replicas, f"only ranks {sorted(run.ends)} came to an end")
     for rank, end in run.ends.items():
@@ -171,7 +180,7 @@ def replay(run: ForkedRun, commits: Sequence[Commit]) -> None:
         mean = total / sum(commit.weights)
         buffer = mean.clone() if buffer is None else buffer.mul_(momentum).add_(mean)
         theta -= (mean + buffer * momentum) * lr
-    final = json.loads(run.prefix.get(keys.RESULT_MANIFEST))["digest"]
+    final = _manifest(run)["digest"]
     require(_digest(theta) == final, "the result is not what its rounds make")
 
 

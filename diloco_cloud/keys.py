@@ -18,9 +18,11 @@ LOGS = "logs/"
 RESULT = "result/"
 #: A prefix of its own, laid out as a run's: what is told of volunteer reducers, and by them.
 REDUCERS = "reducers"
-#: The trained parameters, and what says that the result is complete.
-MODEL = f"{RESULT}model.safetensors"
-RESULT_MANIFEST = f"{RESULT}manifest.json"
+#: What trainers want beside the trained parameters; copied into each result.
+RESULT_FILES = f"{RESULT}files/"
+#: In the directory of a result: the trained parameters, and what says that it is complete.
+MODEL = "model.safetensors"
+RESULT_MANIFEST = "manifest.json"
 #: What a trainer's replicas hold each other to, each object created once.
 TRAINER = "trainer/"
 #: Overwritten by a reader that needs to know what time it is at the store.
@@ -101,6 +103,26 @@ def snapshot_number(name: str) -> int | None:
 def snapshot(round_: int) -> str:
     """The directory of a snapshot of the outer state after ``round_`` decisions."""
     return f"{STATE}{round_:08d}/"
+
+
+_IN_RESULT = re.compile(rf"{RESULT}([0-9]{{8,15}})-[^/]+/")
+
+
+def result(round_: int, digest: str) -> str:
+    """The directory of a result: global parameters after ``round_`` decisions, and their digest."""
+    return f"{RESULT}{round_:08d}-{digest[:12]}/"
+
+
+def result_round(key: str) -> int | None:
+    """The round of a result's directory, or of an object in it; else None."""
+    found = _IN_RESULT.match(key)
+    return int(found[1]) if found else None
+
+
+def is_result_manifest(key: str) -> bool:
+    """Whether a key is that of a result's manifest."""
+    found = _IN_RESULT.match(key)
+    return found is not None and key[found.end() :] == RESULT_MANIFEST
 
 
 def inner_directory(rank: int) -> str:

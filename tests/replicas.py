@@ -9,10 +9,21 @@ from __future__ import annotations
 import copy
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from diloco_cloud.result import read_result
+from diloco_cloud.store import open_store
+
+
+def result_in(run: Path) -> Path:
+    """Where a run's result is, in its directory."""
+    found = read_result(open_store(str(run)))
+    assert found is not None, f"there is no result in {run}"
+    return run / found.directory
 
 
 @dataclass(frozen=True)

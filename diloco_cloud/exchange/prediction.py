@@ -36,9 +36,10 @@ Kind: TypeAlias = Literal["all-gather", "sharded", "reducers"]
 AGREEMENT_TRIPS: Final = 5
 #: Answers until the header that goes ahead of a contribution is seen: it is written, and listed.
 _OPENING_TRIPS: Final = 2
-#: Seconds from one look for sums to the next while there are none: pauses grow from two thirds of
-#: it on, and begin again with every sum.
+#: Seconds from one look for sums to the next while there are none, and the most looks for one: the
+#: pauses grow from two thirds of it on, and begin again with every sum.
 _IDLE_LOOK_S: Final = 0.075
+_IDLE_LOOKS: Final = 3
 #: Bytes of contributions that are read, checked and kept before the decision that names them.
 KEEP_BYTES: Final = 16 * 2**20
 #: Keys in one page of a listing.
@@ -356,9 +357,8 @@ class _Model:
         """
         n, peers, chunks = self._job.contributors, self._peers, self._chunks
         looks = self._looks(AGREEMENT_TRIPS) if peers else 1
-        one = _Traffic(up=self._put)
+        one, total = _Traffic(up=self._put), _Traffic()
         one.requests.update(create=2, list=looks, get_range=peers, get=1)
-        total = _Traffic()
         total.requests.update(create=n + 1, list=n * looks, get_range=n * peers, get=n)
         if self._plan.kind == "all-gather":
             one.down, total.down = peers * self._put, n * peers * self._put
@@ -405,4 +405,5 @@ class _Model:
         parallel = self._plan.parallel
         found = -(-parts // max(parallel, 2 * self._peers)) + -(-sums // parallel)
         idle_s = max(0.0, seconds - self._down_s(nbytes, parts + sums))
-        return self._looks(_OPENING_TRIPS) + found + round(idle_s / _IDLE_LOOK_S)
+        idle = min(round(idle_s / _IDLE_LOOK_S), _IDLE_LOOKS * sums)
+        return self._looks(_OPENING_TRIPS) + found + idle

@@ -1,39 +1,39 @@
-"""The run's one authoritative result: final global parameters, by name, with their digest.
+"""Writing the run's result: final global parameters, by name, with their digest.
 
-Several replicas may write it at once, one of them very slowly, and of different rounds: a replica
-that is taken for dead when the others finish may wake up and go on alone. So nothing is
-overwritten. Both objects are created only where there are none, which a store decides between any
-number of writers, and what is of an earlier round is deleted first, manifest before model. An
-upload that took long then finds a later round's in its place, and is refused. Who has written looks
-again, and puts right what another has deleted that was about to replace what was there before.
+Several replicas may write one at once, one of them very slowly, and of different rounds: a replica
+that is taken for dead when the others finish may wake up and go on alone. And each may be killed
+between any two requests. So no two of them write under one key, unless they write the same: a
+result is a directory named by round and digest. What counts is the manifest of the latest round
+(:func:`diloco_cloud.result.read_result`), which is written when all else is there.
 
-What remains is a process that is stopped between seeing an earlier round's result and deleting it,
-while another replaces it and ends: it then deletes what is new. No store deletes on a condition.
+* Killed before the manifest: what stood before counts on. What is left is used by the next life,
+  or deleted after a later result.
+* Of one round: weights are created once, the same bytes by whoever is first. The manifest of a
+  result so far is created, that of a final one put in its place; so the first kind never replaces
+  the second, in whatever order they are written.
+* Of different rounds: the later one's manifest counts from its write on, whatever the slow one of
+  the earlier round still writes. Deleted is only what is of an earlier round than one whose
+  manifest stands, and that is never deleted before a yet later one stands. So nothing that counts
+  is deleted, however long a process stands still before it deletes what it has seen. If weights go
+  that a slow writer's manifest is about to name, that manifest is of an earlier round.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save
 
 from diloco_cloud import keys
-from diloco_cloud.errors import AlreadyExistsError, CorruptError, ExchangeError, NotFoundError
+from diloco_cloud.errors import AlreadyExistsError
 from diloco_cloud.exchange.layout import digest_tensors
 from diloco_cloud.outer.state import FragmentState
+from diloco_cloud.result import read_result
 from diloco_cloud.store.base import ObjectStore, check_key
-
-#: Steps that are taken until it is written, and seconds before one that another has frustrated.
-_TRIES: Final = 20
-_PAUSE_S: Final = 0.25
-#: Of a model that does not tell its round: it was written by an earlier version, or is damaged.
-_UNTOLD: Final = -1
-#: Bytes before the header of a safetensors file, which are its length; and more than any needs.
-_LENGTH_BYTES, _MOST_HEADER_BYTES = 8, 2**27
 
 
 class Exported(NamedTuple):
@@ -54,28 +54,22 @@ def global_digest(states: Sequence[FragmentState]) -> str:
 
 
 def add_files(store: ObjectStore, files: Mapping[str, bytes]) -> None:
-    """Put files beside the result that is to come; without a manifest there is no result yet.
+    """Keep files for the results that are to come, each of which gets a copy.
 
     Raises:
         ValueError: a name is no relative path, or one that the result needs itself.
     """
     for name in files:
-        if keys.RESULT + check_key(name) in (keys.MODEL, keys.RESULT_MANIFEST):
+        if check_key(name) in (keys.MODEL, keys.RESULT_MANIFEST):
             raise ValueError(f"{name} is written by the outer loop")
     for name, data in files.items():
-        store.put(keys.RESULT + name, data)
+        store.put(keys.RESULT_FILES + name, data)
 
 
 def exported(store: ObjectStore) -> Exported | None:
     """How far the exported result goes; None where there is none."""
-    try:
-        manifest = json.loads(store.get(keys.RESULT_MANIFEST))
-        found = manifest.get("round")
-    except (NotFoundError, ValueError, AttributeError):
-        return None
-    if not isinstance(found, int):
-        return None
-    return Exported(found, final=manifest.get("final") is not False)
+    found = read_result(store)
+    return None if found is None else Exported(found.round, found.is_final)
 
 
 def export(
@@ -85,7 +79,6 @@ def export(
     round_: int,
     step: int,
     final: bool = True,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Write the weights, and last the manifest, unless there is a better result.
 
@@ -97,36 +90,34 @@ def export(
         round_: decisions that they include.
         step: outer steps that they include.
         final: nobody is left who may go on.
-        sleep: waits for so many seconds.
-
-    Raises:
-        ExchangeError: others replaced it each time.
     """
-    mine = Exported(round_, final)
-    tensors = _by_name(states)
-    for _ in range(_TRIES):
-        found = exported(store)
-        is_told = found is not None and found >= mine
-        held = _model_round(store) if tensors else round_
-        if found is not None and is_told and (found.round > round_ or held == round_):
-            return
-        if held is not None and held > round_:
-            return  # Who has written that has the manifest still to write.
-        if held == round_:
-            known = {"digest": global_digest(states), "step": step}
-            done = _publish(store, mine, known, [keys.MODEL] if tensors else [])
-        elif held is None:
-            done = _create(store, keys.MODEL, _weights(tensors, round_))
-        else:  # An earlier round's.
-            for key in (keys.RESULT_MANIFEST, keys.MODEL):
-                store.delete_many([key])
-            done = True
-        if not done:
-            sleep(_PAUSE_S)
-    raise ExchangeError(
-        f"the result of round {round_} was replaced {_TRIES} times while it was written",
-        fix="See what else writes into the run's result/.",
-    )
+    found = exported(store)
+    if found is None or found < Exported(round_, final):
+        digest = global_digest(states)
+        directory = keys.result(round_, digest)
+        files = _copy_files(store, directory)
+        tensors = _by_name(states)
+        if tensors:
+            files.append(keys.MODEL)
+            with suppress(AlreadyExistsError):
+                store.create(directory + keys.MODEL, save(tensors, metadata={"format": "pt"}))
+        known = {"digest": digest, "step": step, "round": round_, "final": final}
+        manifest = json.dumps({**known, "files": sorted(files)}).encode()
+        if final:
+            store.put(directory + keys.RESULT_MANIFEST, manifest)
+        else:
+            with suppress(AlreadyExistsError):
+                store.create(directory + keys.RESULT_MANIFEST, manifest)
+    _delete_earlier(store)
+
+
+def _copy_files(store: ObjectStore, directory: str) -> list[str]:
+    """Put the trainer's files into a result; their names."""
+    listed = [info.key for info in store.list(keys.RESULT_FILES)]
+    names = [key.removeprefix(keys.RESULT_FILES) for key in listed]
+    for name in names:
+        store.put(directory + name, store.get(keys.RESULT_FILES + name))
+    return names
 
 
 def _by_name(states: Sequence[FragmentState]) -> dict[str, torch.Tensor]:
@@ -137,43 +128,12 @@ def _by_name(states: Sequence[FragmentState]) -> dict[str, torch.Tensor]:
     }
 
 
-def _weights(tensors: dict[str, torch.Tensor], round_: int) -> bytes:
-    return save(tensors, metadata={"format": "pt", "round": str(round_)})
-
-
-def _model_round(store: ObjectStore) -> int | None:
-    """The round that the exported weights are of, as they say themselves; None without any."""
-    try:
-        length = int.from_bytes(store.get_range(keys.MODEL, 0, _LENGTH_BYTES), "little")
-        if length > _MOST_HEADER_BYTES:
-            return _UNTOLD
-        header = json.loads(bytes(store.get_range(keys.MODEL, _LENGTH_BYTES, length)))
-        return int(header["__metadata__"]["round"])
-    except NotFoundError:
-        return None
-    except (CorruptError, ValueError, KeyError, TypeError):
-        return _UNTOLD
-
-
-def _publish(
-    store: ObjectStore, mine: Exported, known: Mapping[str, object], written: Sequence[str]
-) -> bool:
-    """Create the manifest; False if another was in its place, which then is deleted."""
-    listed = {info.key for info in store.list(keys.RESULT)} | {*written}
-    files = sorted(key.removeprefix(keys.RESULT) for key in listed - {keys.RESULT_MANIFEST})
-    manifest = {**known, "round": mine.round, "final": mine.final, "files": files}
-    if _create(store, keys.RESULT_MANIFEST, json.dumps(manifest).encode()):
-        return True
-    found = exported(store)
-    if found is not None and found >= mine:
-        return True
-    store.delete_many([keys.RESULT_MANIFEST])
-    return False
-
-
-def _create(store: ObjectStore, key: str, data: bytes) -> bool:
-    try:
-        store.create(key, data)
-    except AlreadyExistsError:
-        return False
-    return True
+def _delete_earlier(store: ObjectStore) -> None:
+    """Delete what is of an earlier round than the result that counts."""
+    standing = exported(store)
+    if standing is None:
+        return
+    rounds = {info.key: keys.result_round(info.key) for info in store.list(keys.RESULT)}
+    earlier = [key for key, one in rounds.items() if one is not None and one < standing.round]
+    if earlier:
+        store.delete_many(earlier)

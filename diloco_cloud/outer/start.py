@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import nn
 
+from diloco_cloud import keys
 from diloco_cloud.errors import ConfigError, CorruptError, LayoutMismatchError, NotFoundError
 from diloco_cloud.outer.state import Fragment, FragmentState
+from diloco_cloud.result import Result, read_result
 from diloco_cloud.store import open_store
 
 
@@ -18,8 +21,8 @@ def declared_start(uri: str, fragments: Sequence[Fragment]) -> list[FragmentStat
     """The fragments' initial states with parameters from a safetensors file, by name.
 
     Args:
-        uri: of the file; the result of another run is ``<run>/result/model.safetensors``. It may
-            hold more than is trained.
+        uri: of the file, or ``<run>/result/`` for the result of another run. It may hold more than
+            is trained.
         fragments: of the model that is to begin with it.
 
     Raises:
@@ -64,13 +67,30 @@ def begin_with(uri: str, model: nn.Module) -> None:
 
 
 def _read(uri: str) -> dict[str, torch.Tensor]:
-    directory, _, name = uri.rpartition("/")
     try:
-        return load(open_store(directory or ".").get(name))
+        return load(_result_of(uri) if uri.endswith(f"/{keys.RESULT}") else _file(uri))
     except NotFoundError:
         raise ConfigError(f"init_from: {uri} does not exist", fix="Check the URI.") from None
     except SafetensorError as error:
         raise CorruptError(f"{uri} is not a safetensors file: {error}") from None
+
+
+def _file(uri: str) -> bytes:
+    directory, _, name = uri.rpartition("/")
+    return open_store(directory or ".").get(name)
+
+
+def _result_of(uri: str) -> bytes:
+    """The weights of a run's result, which may be replaced by a later one while it is read."""
+    store = open_store(uri.removesuffix(f"/{keys.RESULT}"))
+    before: Result | None = None
+    while True:
+        result = read_result(store)
+        if result is None or result.model is None or result == before:
+            raise NotFoundError(f"{uri} has no model")
+        with suppress(NotFoundError):
+            return store.get(result.model)
+        before = result
 
 
 def _declared(

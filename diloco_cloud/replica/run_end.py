@@ -10,6 +10,7 @@ from typing import Final
 
 from diloco_cloud import keys
 from diloco_cloud.errors import DilocoError, NotFoundError
+from diloco_cloud.result import read_result
 from diloco_cloud.run.lives import Life, Lives, read_lives
 from diloco_cloud.run.record import read_json
 from diloco_cloud.run.spec import RunSpec
@@ -102,8 +103,8 @@ class RunEnd:
         return self._done[life]
 
     def _has_result(self) -> bool:
-        manifest = read_json(self.store, keys.RESULT_MANIFEST)
-        if manifest is None:
+        result = read_result(self.store)
+        if result is None:
             return False
         rounds = self.spec.rounds
-        return is_whole(manifest, None if rounds is None else rounds * self.spec.fragments)
+        return is_whole(result.manifest, None if rounds is None else rounds * self.spec.fragments)

@@ -234,9 +234,9 @@ def _check_env(table: str, env: Mapping[str, Any]) -> None:
 
 
 def _weights_uri(text: str) -> str:
-    """The safetensors file that ``text`` means: itself, or the result of the run it names."""
+    """What ``text`` means: a safetensors file, or where the run it names has its result."""
     uri = text if is_uri(text) else str(Path(text).expanduser().absolute())
-    return uri if uri.endswith(".safetensors") else f"{uri.rstrip('/')}/{keys.MODEL}"
+    return uri if uri.endswith(".safetensors") else f"{uri.rstrip('/')}/{keys.RESULT}"
 
 
 def _store_uri(spec: RunSpec, store: object) -> str:

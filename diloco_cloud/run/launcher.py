@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
 
 from diloco_cloud import keys
 from diloco_cloud.errors import ConfigError, NotFoundError
+from diloco_cloud.result import read_result
 from diloco_cloud.run.executors import Executors, Given
 from diloco_cloud.run.intents import Start, announce
 from diloco_cloud.run.preflight import (
@@ -26,7 +26,6 @@ from diloco_cloud.run.spec_checks import check_env
 from diloco_cloud.run.start import LaunchRequest, build_request
 from diloco_cloud.run.withdraw import withdraw
 from diloco_cloud.store import open_store, probe_store
-from diloco_cloud.store.base import ObjectStore
 from diloco_cloud.store.opening import check_uri
 
 
@@ -93,24 +92,20 @@ def check_start(spec: RunSpec) -> None:
     """
     if spec.init_from is None:
         return
-    directory, _, name = spec.init_from.rpartition("/")
     fix = "Name a safetensors file, or a run that has ended well."
-    store = open_store(directory)
+    if spec.init_from.endswith(f"/{keys.RESULT}"):
+        run = spec.init_from.removesuffix(f"/{keys.RESULT}")
+        result = read_result(open_store(run))
+        if result is None or result.model is None:
+            raise ConfigError(f"init_from: there is no model in {spec.init_from}", fix=fix)
+        if not result.is_final:
+            raise ConfigError(f"init_from: the run in {run} goes on", fix=fix)
+        return
+    directory, _, name = spec.init_from.rpartition("/")
     try:
-        store.head(name)
+        open_store(directory).head(name)
     except NotFoundError:
         raise ConfigError(f"init_from: there is no {spec.init_from}", fix=fix) from None
-    if spec.init_from.endswith(f"/{keys.MODEL}") and not _is_final(store):
-        raise ConfigError(f"init_from: the run of {spec.init_from} goes on", fix=fix)
-
-
-def _is_final(result: ObjectStore) -> bool:
-    """Whether a run's result is its last; one without a manifest is no run's."""
-    try:
-        manifest = json.loads(result.get(keys.RESULT_MANIFEST.removeprefix(keys.RESULT)))
-    except (NotFoundError, ValueError):
-        return True
-    return not isinstance(manifest, dict) or manifest.get("final") is not False
 
 
 def launch(

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from diloco_cloud import keys
 from diloco_cloud.errors import NotFoundError, RunNotFoundError, StoreError
 from diloco_cloud.executor import ReplicaStatus, ServerlessExecutor
+from diloco_cloud.result import read_result
 from diloco_cloud.run.averaging import Averaging, CommitReader
 from diloco_cloud.run.executors import Executors
 from diloco_cloud.run.lives import Life, Lives, read_lives
@@ -303,7 +304,8 @@ class Observer:
     def _is_over(self, views: tuple[ReplicaView, ...], rounds: int | None) -> bool:
         if not any(view.restartable for view in views):
             return False  # it makes no difference, and costs a request
-        return is_over(views, read_json(self._store, keys.RESULT_MANIFEST), rounds)
+        result = read_result(self._store)
+        return is_over(views, None if result is None else result.manifest, rounds)
 
     def _is_supervised(self, lives: Lives) -> bool:
         at = lives.supervised_at

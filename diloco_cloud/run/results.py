@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_cloud import keys
+from diloco_cloud.result import read_result
 from diloco_cloud.run.lives import read_lives
 from diloco_cloud.run.record import read_json
 from diloco_cloud.store.base import ObjectStore
@@ -25,16 +26,13 @@ class RunResults:
         manifest: of the exported result (digest, round, step, files; final: nobody was going on
             when it was written), or None.
         files: keys of the exported files in the run's prefix.
+        model: the key of the trained parameters in the run's prefix, or None.
     """
 
     outcomes: tuple[Mapping[str, Any] | None, ...]
     manifest: Mapping[str, Any] | None
     files: tuple[str, ...]
-
-    @property
-    def model(self) -> str | None:
-        """The key of the trained parameters in the run's prefix, or None."""
-        return keys.MODEL if keys.MODEL in self.files else None
+    model: str | None
 
     @property
     def returned(self) -> list[Any]:
@@ -73,9 +71,10 @@ def read_results(store: ObjectStore, ranks: int) -> RunResults:
     outcomes = [
         read_json(store, keys.outcome(rank, lives.newest(rank) or 0)) for rank in range(ranks)
     ]
-    listed = store.list(keys.RESULT)
-    files = tuple(info.key for info in listed if info.key != keys.RESULT_MANIFEST)
-    return RunResults(tuple(outcomes), read_json(store, keys.RESULT_MANIFEST), files)
+    result = read_result(store)
+    if result is None:
+        return RunResults(tuple(outcomes), None, (), None)
+    return RunResults(tuple(outcomes), result.manifest, result.files, result.model)
 
 
 def read_metrics(store: ObjectStore) -> list[dict[str, Any]]:

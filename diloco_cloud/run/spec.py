@@ -75,7 +75,8 @@ class RunSpec:
         weighting: contributions count by "tokens", all the same ("equal"), or by "quality": tokens
             times tokens per inner step (Decoupled DiLoCo).
         seed: of the initial weights and, with the rank, of everything random in a replica.
-        init_from: URI of the safetensors file the run begins with; None: replica 0's own weights.
+        init_from: URI of the safetensors file the run begins with, or of another run's ``result/``;
+            None: replica 0's own weights.
         codec: how contributions are encoded: "fp32" (as they are), "bf16", "int8", "e3m0", "e2m1",
             "sparse", or one of an installed package.
         reduction: "all-gather" (everyone reads everything), "sharded" (rank k averages every N-th

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from click.testing import CliRunner
+from replicas import result_in
 
 from diloco_cloud.chaos.compare import FAULTS_PER_REPLICA_HOUR, Settings, fitting_round_s
 from diloco_cloud.cli.main import cli
@@ -26,7 +27,7 @@ def test_a_storm_passes_the_referee(tmp_path: Path) -> None:
     assert storm["states"] > 5
     assert report["rounds_kept"] > 0.5
     assert "is started again, as attempt 1" in done.stderr
-    assert (tmp_path / "store" / "storm" / "result" / "model.safetensors").exists()
+    assert (result_in(tmp_path / "store" / "storm") / "model.safetensors").exists()
 
 
 def test_a_big_fleet_gets_longer_rounds() -> None:

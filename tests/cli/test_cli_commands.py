@@ -231,10 +231,12 @@ def test_wait_tells_where_the_model_is(
     _end(scripted, "succeeded", exit_code=0)
     where = (run.run_id, "--store", store_uri)
     assert call("wait", *where).stderr == ""  # it left none
-    run.store.create("result/model.safetensors", b"weights")
+    where_it_is = "result/00000004-abc"
+    run.store.create(f"{where_it_is}/model.safetensors", b"weights")
+    run.store.create(f"{where_it_is}/manifest.json", b'{"files": ["model.safetensors"]}')
     result = call("wait", *where)
     assert result.stdout == "SUCCEEDED\n"
-    assert result.stderr == f"The model is {store_uri}/run-1/result/model.safetensors\n"
+    assert result.stderr == f"The model is {store_uri}/run-1/{where_it_is}/model.safetensors\n"
 
 
 def test_wait_that_times_out_exits_101(call: Call, make_run: MakeRun, store_uri: str) -> None:

@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner
 from one_replica import replica
 from peft import PeftModel
+from replicas import result_in
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -85,8 +86,8 @@ def test_launch_trains_one_policy_on_prompts_of_their_own(tmp_path: Path) -> Non
         versions.add((header.round, header.policy_version))
     assert versions == {(0, 0), (1, 1)}
     # The result is a model that transformers loads by itself.
-    result = tmp_path / "small" / "result"
-    assert json.loads((tmp_path / "small" / keys.RESULT_MANIFEST).read_text())["step"] == 2
+    result = result_in(tmp_path / "small")
+    assert json.loads((result / keys.RESULT_MANIFEST).read_text())["step"] == 2
     loaded = AutoModelForCausalLM.from_pretrained(result)
     assert loaded.config.model_type == "qwen2"
     assert AutoTokenizer.from_pretrained(result).chat_template
@@ -101,7 +102,7 @@ def test_replica_goes_on_where_its_earlier_life_stopped(tmp_path: Path) -> None:
     assert again["steps_taken"] == 4
     assert again["outer_steps"] == 3
     assert again["learning_rate"] == pytest.approx(0)
-    result = tmp_path / "run" / "result"
+    result = result_in(tmp_path / "run")
     base = load_pretrained("tiny", cache=tmp_path).model
     adapted = PeftModel.from_pretrained(base, result)
     final = load_file(result / "model.safetensors")
@@ -151,7 +152,7 @@ def test_channels_without_data_are_off_unless_asked_for(tmp_path: Path) -> None:
     result = replica(str(tmp_path), 0, 1, **plain, dtype="bfloat16", lora={"r": 2})
     assert (result["sdpo_active"], result["replay_active"]) == (0, 0)
     # What is trained of a model in 16 bits, and exchanged, has 32.
-    final = load_file(tmp_path / "run" / "result" / "model.safetensors")
+    final = load_file(result_in(tmp_path / "run") / "model.safetensors")
     assert {value.dtype for value in final.values()} == {torch.float32}
 
 

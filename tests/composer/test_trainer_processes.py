@@ -14,6 +14,7 @@ import pytest
 import tiny
 import torch
 import two_processes
+from replicas import result_in
 from safetensors.torch import load_file
 
 pytestmark = tiny.pytestmark
@@ -52,7 +53,7 @@ def assert_merged(where: Path, replicas: list[dict[str, Any]]) -> None:
     assert replicas[0]["digest"] == replicas[1]["digest"]
     assert [end["outer_steps"] for end in replicas] == [2, 2]
     assert all(end["sdpo_active"] > 0 for end in replicas)
-    final = load_file(where / "run" / "result" / "model.safetensors")
+    final = load_file(result_in(where / "run") / "model.safetensors")
     assert final
     assert all("lora_" in name and value.isfinite().all() for name, value in final.items())
 

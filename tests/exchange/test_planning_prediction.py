@@ -170,9 +170,7 @@ def test_requests_do_not_depend_on_how_many_tensors_but_on_chunks() -> None:
         ("all-gather", 4 * MB, 256, 0),
     ],
 )
-def test_looks_follow_from_what_they_find(
-    kind: Any, chunk: int, n: int, chunk_looks: int
-) -> None:
+def test_looks_follow_from_what_they_find(kind: Any, chunk: int, n: int, chunk_looks: int) -> None:
     a_job = job(256 * MB, n, reducers=NEAR_LINKS)
     cost = predict(Plan(kind, chunk, 8), a_job, [EXAMPLE])
     decision, openings = AGREEMENT_TRIPS + 1, 3 if chunk_looks else 0

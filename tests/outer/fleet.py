@@ -7,7 +7,6 @@ can see of a killed process. What happened is checked against counts that the pr
 from __future__ import annotations
 
 import copy
-import json
 import threading
 import time
 import uuid
@@ -26,6 +25,7 @@ from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.exchange.membership import Membership
 from diloco_cloud.outer import HandedOver, MockManager, OuterLoop, make_diloco_outer_loop
 from diloco_cloud.outer.progress import RoundReport
+from diloco_cloud.result import read_result
 from diloco_cloud.store.base import ObjectStore
 from diloco_cloud.store.memory import MemoryStore
 
@@ -280,8 +280,9 @@ class Fleet:
         last = max(end.round for end in ends.values())
         digests = {end.digest for end in ends.values() if end.round == last}
         assert len(digests) == 1, f"replicas end differently: {ends}"
-        manifest = json.loads(MemoryStore(self.name).get("result/manifest.json"))
-        assert (manifest["round"], manifest["digest"]) == (last, digests.pop())
+        result = read_result(MemoryStore(self.name))
+        assert result is not None
+        assert (result.manifest["round"], result.manifest["digest"]) == (last, digests.pop())
         self.check_ledger()
 
     def history(self) -> list[Commit]:

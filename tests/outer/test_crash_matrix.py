@@ -96,8 +96,8 @@ STEPS = [
     Step("collect garbage: delete round", "delete_many", r"rounds/00000001.*"),
     Step("collect garbage: delete state", "delete_many", r"state/0+/.*"),
     Step("leave", "put", r"rounds/.*/leave/.*", victim=1, is_last=True),
-    Step("export: create model", "create", r"result/model\.safetensors", is_last=True),
-    Step("export: create manifest", "create", r"result/manifest\.json", is_last=True),
+    Step("export: create model", "create", r"result/.*/model\.safetensors", is_last=True),
+    Step("export: put manifest", "put", r"result/.*/manifest\.json", is_last=True),
 ]
 JOINING = [
     Step("list snapshots", "list_dirs", r"state/"),

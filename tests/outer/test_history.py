@@ -22,6 +22,7 @@ from diloco_cloud.exchange.commit import Commit
 from diloco_cloud.outer import MockManager, OuterLoop, make_diloco_outer_loop
 from diloco_cloud.outer.snapshot import Manifest, snapshots
 from diloco_cloud.outer.state import FragmentState
+from diloco_cloud.result import read_result
 from diloco_cloud.store import open_store
 from diloco_cloud.store.base import ObjectStore
 from diloco_cloud.store.memory import MemoryStore
@@ -328,8 +329,9 @@ def test_a_life_that_slept_through_deleted_rounds_cannot_fork_the_run(name: str)
         Sleepy.woken.set()
         with pytest.raises((DriftError, ExchangeError)):
             old.result(timeout=60)
-    manifest = json.loads(open_store(f"memory://{name}").get("result/manifest.json"))
-    assert manifest["digest"] == digest
+    result = read_result(open_store(f"memory://{name}"))
+    assert result is not None
+    assert result.manifest["digest"] == digest
 
 
 def test_final_syncs_weigh_by_the_work_since_the_fragments_own_last_sync(name: str) -> None:

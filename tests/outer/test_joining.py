@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
 from diloco_cloud.exchange.watch import Clock
 from diloco_cloud.outer import MockManager, OuterLoop, make_diloco_outer_loop
 from diloco_cloud.outer.result import global_digest
+from diloco_cloud.result import read_result
 from diloco_cloud.store import open_store
 
 
@@ -188,8 +188,9 @@ def test_unequal_step_counts_do_not_block_the_longer_replica(uri: str) -> None:
     job = Job(world_size=2)
     lengths = {0: 12, 1: 30}
     together(lambda r: r.train(lengths[r.rank], leave=True), fleet(uri, job))
-    manifest = json.loads(open_store(uri).get("result/manifest.json"))
-    assert (manifest["round"], manifest["step"]) == (5, 5)
+    result = read_result(open_store(uri))
+    assert result is not None
+    assert (result.manifest["round"], result.manifest["step"]) == (5, 5)
 
 
 def test_the_result_is_exported_once_everybody_has_left(uri: str) -> None:
@@ -202,10 +203,12 @@ def test_the_result_is_exported_once_everybody_has_left(uri: str) -> None:
         replicas[0].manager.save_result({"manifest.json": b""})
     digests = together(lambda r: r.train(24, leave=True), replicas)
     store = open_store(uri)
-    manifest = store.get("result/manifest.json").decode()
-    assert digests[0] in manifest
-    assert store.get("result/config.json") == b"{}"
-    weights = load(store.get("result/model.safetensors"))
+    result = read_result(store)
+    assert result is not None
+    assert result.manifest["digest"] == digests[0]
+    assert store.get(result.directory + "config.json") == b"{}"
+    assert result.manifest["files"] == ["config.json", "model.safetensors"]
+    weights = load(store.get(result.directory + "model.safetensors"))
     model = replicas[1].model
     model.load_state_dict(weights)
     for mine, other in zip(model.parameters(), replicas[0].model.parameters(), strict=True):

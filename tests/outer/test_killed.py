@@ -21,6 +21,7 @@ from torch import nn
 
 from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
 from diloco_cloud.outer import MockManager, make_diloco_outer_loop
+from diloco_cloud.result import read_result
 from diloco_cloud.store import open_store
 from diloco_cloud.store.base import ObjectStore
 from diloco_cloud.store.memory import MemoryStore
@@ -95,8 +96,9 @@ class Scenario:
         last = max(round_ for _, round_, _ in ends)
         digests = {digest for digest, round_, _ in ends if round_ == last}
         assert len(digests) == 1
-        manifest = open_store(f"memory://{name}").get("result/manifest.json").decode()
-        assert digests.pop() in manifest
+        result = read_result(open_store(f"memory://{name}"))
+        assert result is not None
+        assert result.manifest["digest"] == digests.pop()
         return {rank: calls for rank, (_, _, calls) in enumerate(ends)}
 
     def live(self, name: str, rank: int, attempt: int, store: Any) -> tuple[str, int]:

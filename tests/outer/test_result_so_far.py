@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from diloco_cloud import keys
 from diloco_cloud.outer import MockManager
+from diloco_cloud.result import read_result
 from diloco_cloud.store.memory import MemoryStore
 
 
@@ -39,7 +39,7 @@ class Stalling(Fleet):
         def late(*, finished: bool = False) -> None:
             if finished:
                 _await(lambda: len(self.ended) == 2)
-                assert keys.RESULT_MANIFEST in self.stored
+                assert read_result(MemoryStore(self.name)) is not None
                 if self.dies:
                     raise Killed
             shutdown(finished=finished)
@@ -58,6 +58,10 @@ def test_what_the_first_to_finish_leaves_stands_until_the_last_one_has_finished(
     fleet.on_step = fleet.stall
     ends = fleet.run()  # It checks that manifest and parameters are those of the last round.
     assert sorted(ends) == ([1, 2] if dies else [0, 1, 2])
-    manifest = json.loads(MemoryStore(fleet.name).get(keys.RESULT_MANIFEST))
-    assert manifest["final"] is not dies
-    assert fleet.stored >= {keys.MODEL, keys.RESULT_MANIFEST}
+    result = read_result(MemoryStore(fleet.name))
+    assert result is not None
+    assert result.is_final is not dies
+    assert result.model is not None
+    # Nothing is left of what it replaced.
+    left = {key for key in fleet.stored if key.startswith(keys.RESULT)}
+    assert left == {result.model, result.directory + keys.RESULT_MANIFEST}

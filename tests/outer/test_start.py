@@ -14,6 +14,9 @@ from safetensors.torch import save
 from diloco_cloud.errors import ConfigError, CorruptError, LayoutMismatchError
 from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
 from diloco_cloud.outer import MockManager, make_diloco_outer_loop
+from diloco_cloud.outer.result import export
+from diloco_cloud.outer.state import FragmentState
+from diloco_cloud.store import open_store
 
 
 def weights_file(where: Path) -> str:
@@ -48,6 +51,21 @@ def test_every_replica_begins_with_the_weights_of_the_file(tmp_path: Path, job: 
             for own, parameter in zip(state.names, state.parameters, strict=True):
                 assert parameter.dtype == job.dtype
                 assert torch.equal(parameter, expected[own].detach().to(job.dtype))
+
+
+def test_a_run_begins_with_the_newest_result_of_another(tmp_path: Path) -> None:
+    job, run = Job(world_size=1), open_store(str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match="does not exist"):
+        begin(uuid.uuid4().hex, 0, f"{tmp_path}/run/result/", job)
+    for round_ in (3, 4):
+        model = TinyNet()
+        named = dict(model.named_parameters())
+        states = [FragmentState("f", tuple(named), tuple(p.detach() for p in named.values()), {})]
+        export(run, states, round_=round_, step=round_)
+    manager = begin(uuid.uuid4().hex, 0, f"{tmp_path}/run/result/", job)
+    for state in manager.fragments.states():
+        for own, parameter in zip(state.names, state.parameters, strict=True):
+            assert torch.equal(parameter, named[own].detach())
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:

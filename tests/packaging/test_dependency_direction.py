@@ -34,17 +34,19 @@ MAY_IMPORT = {
     # Loads a codec of the exchange when one is asked for; knows their names without.
     "codec_registry": {"errors", "exchange"},
     "exchange": {"errors", "keys", "store", "codec_registry"},
-    "outer": {"errors", "keys", "store", "exchange"},
+    # Read by replicas and by whoever watches them, and so without tensors.
+    "result": {"errors", "keys", "store"},
+    "outer": {"errors", "keys", "store", "exchange", "result"},
     "trainers": {"errors", "outer", "store", "keys", "composer"},
     "composer": {"errors"},
     "keys": set(),
     "horizon": set(),
     "exports": CONTRACT,
-    "run": CONTRACT | {"store", "keys", "horizon", "codec_registry"},
+    "run": CONTRACT | {"store", "keys", "horizon", "codec_registry", "result"},
     "chaos": CONTRACT | {"store", "exchange", "outer", "run", "keys"},
     "cli": CONTRACT | {"store", "run", "chaos", "horizon", "exports"},
     "testing": CONTRACT,
-    "replica": CONTRACT | {"store", "exchange", "outer", "run", "keys"},
+    "replica": CONTRACT | {"store", "exchange", "outer", "run", "keys", "result"},
     "replica_entrypoint": CONTRACT | {"store", "exchange", "outer", "run", "keys", "replica"},
     "reducer_entrypoint": CONTRACT
     | {"store", "exchange", "outer", "run", "keys", "replica", "replica_entrypoint"},

@@ -143,9 +143,9 @@ def test_a_run_is_over_when_its_last_round_is_exported(name: str, clock: Clock) 
     store = MemoryStore(name)
     end = _end(store, clock)
     _outcome(store, 0)
-    store.put(keys.RESULT_MANIFEST, b'{"round": 3}')
+    store.put(keys.result(3, "ab") + keys.RESULT_MANIFEST, b'{"round": 3}')
     assert not end()
-    store.put(keys.RESULT_MANIFEST, b'{"round": 4}')
+    store.put(keys.result(4, "cd") + keys.RESULT_MANIFEST, b'{"round": 4}')
     assert _look(end, clock, 4 * BEAT_S)
     assert end.why == "the run's result is there"
 

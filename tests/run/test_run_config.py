@@ -90,8 +90,8 @@ def test_resolve_finds_the_weights_to_begin_with(
         return resolve({"init_from": text}, environ={}).spec.init_from
 
     assert begins_with("w.safetensors") == str(tmp_path / "w.safetensors")
-    assert begins_with("runs/a-1") == str(tmp_path / "runs/a-1/result/model.safetensors")
-    assert begins_with("s3://b/a-1/") == "s3://b/a-1/result/model.safetensors"
+    assert begins_with("runs/a-1") == f"{tmp_path}/runs/a-1/result/"
+    assert begins_with("s3://b/a-1/") == "s3://b/a-1/result/"
     assert resolve({}, environ={}).spec.init_from is None
 
 

@@ -70,11 +70,14 @@ def test_launch_without_the_weights_to_begin_with_writes_nothing(
 def test_launch_from_a_result_that_will_be_replaced_writes_nothing(
     trainer: str, store_uri: str, tmp_path: Path
 ) -> None:
-    result = tmp_path / "other" / "result"
+    begin = f"{tmp_path}/other/result/"
+    with pytest.raises(ConfigError, match="there is no model in"):
+        launch(RunSpec(run_id="run-1", trainer=trainer, init_from=begin), store_uri)
+    result = tmp_path / "other" / "result" / "00000003-abc"
     result.mkdir(parents=True)
     (result / "model.safetensors").write_bytes(b"weights")
-    (result / "manifest.json").write_text('{"round": 3, "final": false}')
-    begin = str(result / "model.safetensors")
+    manifest = {"round": 3, "final": False, "files": ["model.safetensors"]}
+    (result / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ConfigError, match="goes on"):
         launch(RunSpec(run_id="run-1", trainer=trainer, init_from=begin), store_uri)
     assert not Path(store_uri).exists()
@@ -354,13 +357,18 @@ def test_results_and_metrics_are_read_back(make_run: MakeRun) -> None:
         for round_ in range(2):
             key = keys.metrics(rank, 0, round_)
             run.store.create(key, json.dumps({"round": round_, "loss": 1.0}).encode())
-    run.store.create("result/model.safetensors", b"weights")
-    run.store.create("result/manifest.json", b'{"digest": "abc"}')
+    assert (run.results().model, run.results().manifest, run.results().files) == (None, None, ())
+    files = ["config.json", "model.safetensors"]
+    for name in files:
+        run.store.create(f"result/00000004-abc/{name}", b"weights")
+    manifest = json.dumps({"digest": "abc", "files": files}).encode()
+    run.store.create("result/00000004-abc/manifest.json", manifest)
+    run.store.create("result/00000005-def/model.safetensors", b"not yet whole")
     results = run.results()
     assert results.digest == "abc"
     assert results.returned == [{"loss": 0}, {"loss": 1}]
-    assert results.files == ("result/model.safetensors",)
-    assert results.model == "result/model.safetensors"
+    assert results.files == tuple(f"result/00000004-abc/{name}" for name in files)
+    assert results.model == "result/00000004-abc/model.safetensors"
     assert [(row["rank"], row["round"]) for row in run.metrics()] == [
         (0, 0),
         (0, 1),

@@ -224,7 +224,7 @@ def test_supervise_does_not_start_what_was_lost_after_the_result_was_there(
     run = make_clocked(rounds=4)
     scripted.set(0, **DONE)
     scripted.set(1, state="failed", reason="lost")
-    run.store.put(keys.RESULT_MANIFEST, b'{"round": 4, "step": 4}')
+    run.store.put(keys.result(4, "ab") + keys.RESULT_MANIFEST, b'{"round": 4, "step": 4}')
     status = run.supervise(on_event=events.tell)
     assert (status.state, status.over) == ("succeeded", True)
     assert events.kinds == [("given_up", 1, 0)]

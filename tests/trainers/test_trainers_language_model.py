@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replicas import result_in
 
 from diloco_cloud.errors import ConfigError
 from diloco_cloud.exchange.allreduce import ObjectStoreAllReduce
@@ -121,7 +122,8 @@ def test_two_replicas_end_identical(tmp_path: Path, text: str, settings: dict[st
     assert first["val_step"] == 12
     assert "val_loss" not in second
     json.dumps([first, second])
-    assert json.loads((tmp_path / "result/manifest.json").read_text())["digest"] == first["digest"]
+    manifest = json.loads((result_in(tmp_path) / "manifest.json").read_text())
+    assert manifest["digest"] == first["digest"]
 
 
 def test_a_lone_replica_learns_and_exports_what_transformers_loads(
@@ -132,7 +134,7 @@ def test_a_lone_replica_learns_and_exports_what_transformers_loads(
     manager = _manager(tmp_path, 0, 1)
     result = _train(manager, 1, text=text, rounds=10, learning_rate=1e-2)
     assert result["val_loss"] < 3.5  # a uniform guess costs ln 257 = 5.5
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
+    model = AutoModelForCausalLM.from_pretrained(result_in(tmp_path))
     options = TextOptions(
         text=text,
         tokenizer="byte",
