@@ -128,7 +128,8 @@ predicts for a model of {SCALE * nbytes / 2**20:.0f} MiB over 1 Gbit/s and 30 ms
 {nbytes / 2**10:.0f} KiB in as many chunks, which makes no difference to how many requests there
 are; in the bytes, planned is the payload, and the rest are headers (2 kB and 28 bytes for each
 chunk, of every peer) and the decision, which are no larger for a larger model. How often a replica
-lists depends on how long it waits, which here is how long one machine takes for all.
+lists depends on how long it waits, which here is how long one machine takes for all, with whatever
+else it is busy with; nothing else depends on that. Planned are the looks of a fleet on such links.
 
 {requests}
 
