@@ -36,8 +36,7 @@ Kind: TypeAlias = Literal["all-gather", "sharded", "reducers"]
 AGREEMENT_TRIPS: Final = 5
 #: Answers until the header that goes ahead of a contribution is seen: it is written, and listed.
 _OPENING_TRIPS: Final = 2
-#: Seconds from one look for sums to the next while there are none, and the most looks for one: the
-#: pauses grow from two thirds of it on, and begin again with every sum.
+#: Seconds between looks for sums while there are none, and looks for one: the pauses grow.
 _IDLE_LOOK_S: Final = 0.075
 _IDLE_LOOKS: Final = 3
 #: Bytes of contributions that are read, checked and kept before the decision that names them.
@@ -351,9 +350,8 @@ class _Model:
         """Of the replica with the most, and of all together with the reducers.
 
         For the decision, everybody writes a header (and another that goes ahead of chunks) and
-        reads the others' once, one creates the commit and the rest read it. Listings are those of
-        replicas that have something to send at the same time; one that is ahead looks for the
-        others besides, at the pace of a wait that was foreseen.
+        reads the others' once, one creates the commit and the rest read it. Looks are those of
+        replicas that all have something to send; one that is ahead waits for the others besides.
         """
         n, peers, chunks = self._job.contributors, self._peers, self._chunks
         looks = self._looks(AGREEMENT_TRIPS) if peers else 1
@@ -367,8 +365,7 @@ class _Model:
         elif self._plan.kind == "sharded":
             one.up += min(1.0, self._most * self._part) * self._sum
             one.down = max(self._sharded_down(own)[0] for own in (self._most, self._least))
-            reads = self._sharded_down(self._most)[1]
-            parts = self._most * peers
+            reads, parts = self._sharded_down(self._most)[1], self._most * peers
             looks = self._chunk_looks(seconds, parts, reads - parts, one.down)
             one.requests.update(create=chunks + self._most + 1, get_range=reads, list=looks)
             total.down = peers * (self._put + self._sum)
@@ -386,24 +383,18 @@ class _Model:
 
     def _looks(self, trips: int) -> int:
         """Looks for something that comes after so many answers, a look being one itself."""
-        latency = self._link.latency
-        pace = Pace(shortest_s=max(Pace.shortest_s, latency), expected_s=trips * latency)
-        return pace.looks(trips * latency)
+        answer_s = self._link.latency
+        pace = Pace(max(Pace.shortest_s, answer_s), expected_s=trips * answer_s)
+        return pace.looks(trips * answer_s)
 
     def _chunk_looks(self, seconds: float, parts: int, sums: int, nbytes: float) -> int:
-        """Looks for what others have written of chunks, and before that for whose headers are here.
+        """Looks for others' headers, and then for what they have written of chunks.
 
-        What a look finds is read before the next one: of sums, as many as are under way at once; of
-        parts, two chunks' of everybody. When nothing is left to read, looks follow one another.
-
-        Args:
-            seconds: of the round.
-            parts: to read.
-            sums: to read.
-            nbytes: of both.
+        What a look finds is read before the next one: so many sums as there are reads at once, or
+        two chunks' parts. Other looks are in what reading ``nbytes`` leaves of ``seconds``.
         """
-        parallel = self._plan.parallel
-        found = -(-parts // max(parallel, 2 * self._peers)) + -(-sums // parallel)
+        at_once = self._plan.parallel
+        found = -(-parts // max(at_once, 2 * self._peers)) + -(-sums // at_once)
         idle_s = max(0.0, seconds - self._down_s(nbytes, parts + sums))
-        idle = min(round(idle_s / _IDLE_LOOK_S), _IDLE_LOOKS * sums)
-        return self._looks(_OPENING_TRIPS) + found + idle
+        found += min(round(idle_s / _IDLE_LOOK_S), _IDLE_LOOKS * sums)
+        return self._looks(_OPENING_TRIPS) + found
