@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -33,6 +33,12 @@ class ChunkedBytes:
 
     def __len__(self) -> int:
         return -(-self.nbytes // self._chunk_bytes)
+
+    @property
+    def is_disjoint(self) -> bool:
+        """Whether no two of the views have memory in common."""
+        spans = sorted((as_tensor(view).data_ptr(), len(view)) for view in self._views)
+        return all(start + size <= other for (start, size), (other, _) in pairwise(spans))
 
     def pieces(self, chunk: int, most: int | None = None) -> Iterator[memoryview]:
         """The views' parts that make up a chunk, or its first ``most`` bytes, in order."""

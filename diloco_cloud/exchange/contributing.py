@@ -164,6 +164,8 @@ class Contributing:
             raw, codec = ChunkedBytes(views, size), self._codec
             dealt = self._dealt(layout.nbytes, size, contributors, reducers, plan)
             in_place = in_place and self._may_overwrite(layout.nbytes, dealt)
+            # Of tied weights, one would be overwritten while the other is yet to be read.
+            in_place = in_place and raw.is_disjoint
             encoded: list[memoryview] | None = None
             sizes: list[int] = []
             if codec is None:

@@ -113,6 +113,27 @@ def test_what_is_not_encoded_or_is_owed_stays_as_it_is(codec: str) -> None:
     assert all(map(torch.equal, values, tensors(0)))
 
 
+@pytest.mark.parametrize("codec", [RAW, *LOSSY])
+@pytest.mark.parametrize("reduction", ["all-gather", "sharded"])
+def test_tensors_that_share_memory_are_averaged_as_any_others(codec: str, reduction: str) -> None:
+    def tied(rank: int) -> list[torch.Tensor]:
+        one, *others = tensors(rank)
+        return [one, *others, one, others[1][500:1500]]
+
+    def apart(rank: int) -> list[torch.Tensor]:
+        return [tensor.clone() for tensor in tied(rank)]
+
+    found = []
+    for make in (apart, tied):
+        name = uuid.uuid4().hex
+        owns = [replica(name, rank, codec, reduction=reduction) for rank in range(3)]
+        for result in together(owns, make, in_place=True):
+            assert result.tensors is not None
+            found.append(result.tensors)
+    for one in found[1:]:
+        assert all(map(torch.equal, one, found[0]))
+
+
 def test_small_tensors_stay_as_they_are() -> None:
     own = Contributing(MemoryStore(uuid.uuid4().hex), "run", 0, 0, codec="e3m0")
     values = tensors(0)
