@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -203,8 +203,10 @@ class LinkMeter:
 
     @contextmanager
     def receiving(self, nbytes: int) -> Iterator[None]:
-        """Around a read of so many bytes."""
-        with self.overlap.receiving(), self._transfer(self._down, nbytes):
+        """Around a read of so many bytes; 0: a question, such as what there is by now."""
+        # Questions are asked while there is nothing to receive, and so nothing to average.
+        overlap = self.overlap.receiving() if nbytes >= SMALL_BYTES else nullcontext()
+        with overlap, self._transfer(self._down, nbytes):
             yield
 
     def answered(self, seconds: float) -> None:

@@ -122,6 +122,21 @@ def test_turns_on_one_processor_are_apart_and_forgotten_in_time() -> None:
     assert meter.overlap.apart == pytest.approx(2 / 38)
 
 
+def test_looks_while_others_are_waited_for_are_not_apart() -> None:
+    time = Time()
+    meter = LinkMeter(time)
+    processor = ProcessorMeter(time, overlap=meter.overlap)
+    for _ in range(20):
+        with meter.receiving(0):  # A listing.
+            time.now += 0.05
+        time.now += 0.5
+    with meter.receiving(MB), processor.decoding(MB):
+        time.now += 1.0
+    with processor.decoding(MB):
+        time.now += 1.0
+    assert meter.overlap.apart == 0.0
+
+
 def test_a_plan_expects_what_cannot_go_on_together_one_after_the_other() -> None:
     rates = [replace(HEADER, rank=rank, decode_rate=8 * MB) for rank in range(8)]
     told = [*rates[:7], replace(rates[7], apart=1.0)]
