@@ -145,7 +145,8 @@ class ObjectStoreAllReduce:
 
         One call is one round and one object, whether for a tensor or a list of them. Blocks until
         every replica has contributed. dtype and device stay; the mean is taken in fp32. After an
-        error, large tensors (8 MiB or more together) may hold neither what they did nor the mean.
+        error, tensors that are large (8 MiB or more together) or sent in shards may hold neither
+        what they did nor the mean.
 
         Args:
             tensor: a tensor or a list; fp32, bf16, fp16 or fp64, on any device.

@@ -29,7 +29,7 @@ from diloco_cloud.exchange.host import to_host
 from diloco_cloud.exchange.layout import TensorLayout, all_finite, l2_norm
 from diloco_cloud.exchange.links import LinkMeter
 from diloco_cloud.exchange.merging import directions
-from diloco_cloud.exchange.payloads import OwnPayload, read_header
+from diloco_cloud.exchange.payloads import OwnPayload, is_within, read_header
 from diloco_cloud.exchange.prediction import Plan
 from diloco_cloud.exchange.processors import ProcessorMeter
 from diloco_cloud.exchange.reduction import Destination, memory_for
@@ -58,12 +58,14 @@ class Packed:
         tensors: on the host, in the caller's order, or their directions; :attr:`own` has views of
             them.
         in_place: the round's means may take the place of the tensors, chunk by chunk.
+        is_left_over: the tensors hold what an earlier try at the round has encoded there.
     """
 
     own: OwnPayload
     layout: TensorLayout
     tensors: list[torch.Tensor]
     in_place: bool
+    is_left_over: bool = False
 
     def destination(self, chunk_bytes: int | None = None) -> Destination:
         """Where the round's means go: in the place of :attr:`tensors`, or new memory.
@@ -100,7 +102,7 @@ class Contributing:
         meter: knows this replica's link, which its contributions tell of.
         processor: knows how fast it encodes and averages, likewise.
         overwrites_from: bytes of tensors in one object whose place the means may take. Smaller ones
-            are as they were after an error.
+            are as they were after an error, unless they are sent in shards.
         residuals: what its codec has left unsent.
     """
 
@@ -119,6 +121,8 @@ class Contributing:
     residuals: Residuals = field(default_factory=Residuals, init=False)
     #: By fragment, what way its last round went, and how long that took.
     _took: dict[int, tuple[Way, float]] = field(default_factory=dict, init=False)
+    #: Of what was last encoded in its tensors' place.
+    _within: Header | None = field(default=None, init=False)
 
     # -- packing -------------------------------------------------------------------------------
 
@@ -166,6 +170,7 @@ class Contributing:
             in_place = in_place and self._may_overwrite(layout.nbytes, dealt)
             # Of tied weights, one would be overwritten while the other is yet to be read.
             in_place = in_place and raw.is_disjoint
+            is_left_over = is_within(self._within, round_, fragment, raw, self.signer)
             encoded: list[memoryview] | None = None
             sizes: list[int] = []
             if codec is None:
@@ -199,7 +204,10 @@ class Contributing:
             **vars(work),
         ).sign(self.signer)
         needed = codec is not None and codec.decay is not None
-        return Packed(OwnPayload(header, raw, encoded, needed=needed), layout, host, in_place)
+        if in_place and codec is not None and not needed:
+            self._within = header
+        own = OwnPayload(header, raw, encoded, needed=needed)
+        return Packed(own, layout, host, in_place, is_left_over)
 
     def _chunk_bytes(self, nbytes: int, plan: Plan | None) -> int:
         if self.chunk_bytes is not None:
@@ -331,6 +339,14 @@ class Contributing:
         header = own.header
         encoded = header.encode()
         body: list[Any] = [encoded]
+        if packed.is_left_over:
+            try:
+                return self._read_back(header)
+            except NotFoundError:
+                raise ExchangeError(
+                    f"round {header.round}'s tensors are what an earlier try has left of them",
+                    fix="Keep a copy, and try again with that.",
+                ) from None
         if header.spread:
             if not open_contribution(self.store, own):
                 try:

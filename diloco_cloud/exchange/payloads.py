@@ -26,7 +26,7 @@ from diloco_cloud.exchange.layout import TensorLayout
 from diloco_cloud.exchange.means import ChunkMeans
 from diloco_cloud.exchange.prediction import KEEP_BYTES
 from diloco_cloud.exchange.processors import ProcessorMeter
-from diloco_cloud.exchange.signing import UNSIGNED, Signer
+from diloco_cloud.exchange.signing import CHECKSUM_CHARS, UNSIGNED, Signer
 from diloco_cloud.store.base import ObjectStore
 
 S = TypeVar("S")
@@ -221,6 +221,20 @@ class Payloads:
             self.own.header.rank,
             self.own.header.attempt,
         )
+
+
+def is_within(
+    header: Header | None, round_: int, fragment: int, raw: ChunkedBytes, signer: Signer
+) -> bool:
+    """Whether tensors' memory has all that was encoded there of a contribution to this round."""
+    if header is None or (header.round, header.fragment) != (round_, fragment):
+        return False
+    if header.nbytes != raw.nbytes or header.chunks != len(raw):
+        return False
+    pieces = (raw.read(chunk, header.chunk_size(chunk)) for chunk in range(header.chunks))
+    sums = (signer.checksum(piece.numpy().data) for piece in pieces)
+    places = range(0, len(header.checksums), CHECKSUM_CHARS)
+    return all(map(header.checksums.startswith, sums, places))
 
 
 def longest_chunk(chunk_bytes: int) -> int:

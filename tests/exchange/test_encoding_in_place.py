@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from diloco_cloud.errors import ExchangeError, RoundTimeoutError, StoreError
 from diloco_cloud.exchange.buffers import ChunkedBytes
 from diloco_cloud.exchange.contributing import Contributing
 from diloco_cloud.exchange.contribution import RAW
@@ -195,3 +196,56 @@ def test_bytes_that_begin_a_chunk_leave_the_rest() -> None:
     assert [bytes(piece) for piece in chunks.pieces(0, 6)] == [b"\1\2\3\4\5", b"\6"]
     assert not chunks.begin_with(1, torch.ones(3, dtype=torch.uint8))
     assert bytes(second) == b"\6\0\0\0\0"
+
+
+class Refusing(MemoryStore):
+    """Takes no contribution at first."""
+
+    refuses = True
+
+    def create(self, key: str, data: Any) -> None:
+        if self.refuses and "/put/" in key:
+            raise StoreError("out of order")
+        super().create(key, data)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_what_a_failed_try_has_left_is_not_contributed(codec: str) -> None:
+    name = uuid.uuid4().hex
+    owns = [replica(name, rank, codec, 2, reduction="all-gather") for rank in range(2)]
+    owns[0].store = owns[0].contributing.store = store = Refusing(name)
+    values = tensors(0)
+    with pytest.raises(StoreError, match="out of order"):
+        owns[0].exchange(0, 0, values, Work(tokens=10), in_place=True)
+    store.refuses = False
+    with pytest.raises(ExchangeError, match="what an earlier try has left"):
+        owns[0].exchange(0, 0, values, Work(tokens=10), in_place=True)
+    assert not store.list()
+    for value, copy in zip(values, tensors(0), strict=True):
+        value.copy_(copy)
+    results = together(owns, lambda rank: tensors(rank) if rank else values, in_place=True)
+    other = uuid.uuid4().hex
+    apart = [replica(other, rank, codec, 2, reduction="all-gather") for rank in range(2)]
+    expected = together(apart, tensors, in_place=False)[0]
+    for result in results:
+        assert result.tensors is not None
+        assert expected.tensors is not None
+        assert all(map(torch.equal, result.tensors, expected.tensors))
+
+
+def test_a_wait_that_was_too_long_is_gone_on_with() -> None:
+    name = uuid.uuid4().hex
+    owns = [replica(name, rank, "bf16", 2, reduction="all-gather") for rank in range(2)]
+    owns[0].timeout_s = owns[0].join_timeout_s = 0.05
+    values = tensors(0)
+    with pytest.raises(RoundTimeoutError):
+        owns[0].exchange(0, 0, values, Work(tokens=10), in_place=True)
+    owns[0].timeout_s = owns[0].join_timeout_s = 20.0
+    results = together(owns, lambda rank: tensors(rank) if rank else values, in_place=True)
+    other = uuid.uuid4().hex
+    apart = [replica(other, rank, "bf16", 2, reduction="all-gather") for rank in range(2)]
+    expected = together(apart, tensors, in_place=False)[0]
+    for result in results:
+        assert result.tensors is not None
+        assert expected.tensors is not None
+        assert all(map(torch.equal, result.tensors, expected.tensors))
