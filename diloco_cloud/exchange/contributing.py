@@ -215,7 +215,7 @@ class Contributing:
         return first_chunk_bytes(nbytes) if plan is None else plan.chunk_bytes
 
     def end_round(self, header: Header, took_s: float) -> None:
-        """Note how long a round with a contribution took, in seconds; older ones count for less."""
+        """Note how many seconds a round took, if it is known; older ones count for less."""
         dealt = {"spread": header.spread, "reducers": header.reducers} if header.spread else {}
         self._took[header.fragment] = (header.chunk_bytes, dealt), took_s
         self.processor.end_round()

@@ -200,7 +200,8 @@ class RoundExchange(Words):
         verdicts.raise_if_given_up(stop)
         grace_s = 0.0 if agreement.quorum_at is None else decided - agreement.quorum_at
         exchange_s = self.clock.now() - began - grace_s
-        self.contributing.end_round(packed.own.header, exchange_s)
+        has_mean = result.tensors is not None  # Or else nothing was read.
+        self.contributing.end_round(packed.own.header, exchange_s if has_mean else 0.0)
         self._note(agreement, result, exchange_s)
         return result
 
