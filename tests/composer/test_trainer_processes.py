@@ -32,7 +32,11 @@ def on_two(where: Path) -> list[dict[str, Any]]:
     started = [
         subprocess.Popen(
             [sys.executable, two_processes.__file__, str(where), str(rank), port],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(sys.path),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
