@@ -27,6 +27,7 @@ RESULT = r"result/[^/]+/"
 _start = partial(Step, "start", behind="nothing")
 _agree = partial(Step, "agree", behind="contribution")
 _stream = partial(Step, "reduce", sharded=True)
+_for_all = partial(Step, "read on its way", streamed=True)
 _snapshot = partial(Step, "snapshot", who="writer")
 _collect = partial(Step, "collect garbage", who="writer")
 _join = partial(Step, "join", behind="nothing", lives=2, who="joiner")
@@ -50,6 +51,10 @@ STEPS = (
     _stream("read part", "get_range", STREAM + "part/.*", OWNERS),
     _stream("create sum", "create", STREAM + "sum/.*", OWNERS),
     _stream("read sum", "get_range", STREAM + "sum/.*", ALL),
+    _for_all("create part", "create", STREAM + "part/.*", NOT_OWNER),
+    _for_all("create put", "create", ROUND + "put/.*", NOT_OWNER),
+    _for_all("read part", "get_range", STREAM + "part/.*", NOT_OWNER),
+    _for_all("create commit", "create", ROUND + "commit", who="committer"),
     Step("apply", "outer step", "apply", "", ALL, behind="decision"),
     _snapshot("put state", "put", LATER + TENSORS),
     _snapshot("create manifest", "create", LATER + MANIFEST),
@@ -97,6 +102,7 @@ class Cell:
             pace_s=paces(rng, REPLICAS, PACE_S),
             snapshot_every=SNAPSHOT_EVERY,
             reduction="sharded" if self.is_sharded else "all-gather",
+            streams=self.step.streamed,
         )
 
     def traps(self, rng: random.Random, root: Path) -> list[Trap]:

@@ -57,6 +57,7 @@ class Job:
         rounds: that the run has, unless the board is told another number while it goes on.
         pace_s: seconds that an inner step takes at least, by rank.
         width: of the model, which has ``width * (width + 1)`` parameters.
+        streams: an all-gather's contributions are sent chunk by chunk, as large ones are.
         keep: which of the deleted objects are kept for the checks, by what their key contains.
     """
 
@@ -67,6 +68,7 @@ class Job:
     snapshot_every: int = 2
     heartbeat_s: float = 0.1
     reduction: str = "all-gather"
+    streams: bool = False
     chunk_bytes: int = 512
     width: int = 16
     poll_interval_s: float = 0.02
@@ -338,6 +340,7 @@ class _Life:
             store=self._store,
         )
         door.exchange.chunk_bytes, door.exchange.patience_s = job.chunk_bytes, 0.05
+        door.exchange.contributing.streams_from = 0 if job.streams else None
         return door
 
     def _on_round(self, report: RoundReport) -> None:

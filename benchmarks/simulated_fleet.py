@@ -66,7 +66,7 @@ class Case:
 
     def plan(self, nbytes: int) -> Plan:
         """The plan for a model of so many bytes."""
-        unit = _READ_BYTES if self.kind == "all-gather" else nbytes // self.chunks
+        unit = _READ_BYTES if self.chunks == 1 else nbytes // self.chunks
         return Plan(self.kind, unit, PARALLEL_WRITES)
 
     def job(self, replicas: int, nbytes: int) -> Job:
@@ -165,6 +165,8 @@ class Fleet:
             )
             for rank, store in enumerate(self.stores)
         ]
+        for one in self._exchanges:
+            one.contributing.streams_from = 0 if self.case.chunks > 1 else None
 
     @contextmanager
     def volunteers(self) -> Iterator[list[MeteredStore]]:

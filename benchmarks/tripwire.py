@@ -55,6 +55,7 @@ class Step:
         there: only where the object is there (a read that finds nothing is another step).
         lives: how many lives the rank needs to get there: a joiner in mid-run is a second one.
         sharded: only in a sharded reduction.
+        streamed: only in an all-gather whose contributions are sent chunk by chunk.
     """
 
     phase: str
@@ -68,6 +69,7 @@ class Step:
     there: bool = False
     lives: int = 1
     sharded: bool = False
+    streamed: bool = False
 
     @property
     def is_last(self) -> bool:

@@ -28,7 +28,11 @@ def result_in(run: Path) -> Path:
 
 @dataclass(frozen=True)
 class Job:
-    """A run: what is trained, how it is cut, how often it is synchronised."""
+    """A run: what is trained, how it is cut, how often it is synchronised.
+
+    Attributes:
+        streams: an all-gather's contributions are sent chunk by chunk, as large ones are.
+    """
 
     model: str = "mlp"
     world_size: int = 2
@@ -38,6 +42,7 @@ class Job:
     alpha: float = 0.0
     steps: int = 24
     reduction: str = "auto"
+    streams: bool = False
     dtype: torch.dtype = torch.float32
 
 

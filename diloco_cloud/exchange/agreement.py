@@ -352,6 +352,9 @@ class Agreement:
         own, life = self.own[0], (arrival.rank, arrival.attempt)
         if life == (own.rank, own.attempt) and self.is_own_there:
             return self.own
+        damage = self.payloads.damaged.get(life)
+        if damage is not None:
+            return CorruptContributionError(damage)
         with self.payloads.reading(life):
             known = self.payloads.opened.get(life)
             if known is not None and known[0].size == arrival.info.size:

@@ -24,7 +24,7 @@ from diloco_cloud.exchange.codecs.base import Codec
 from diloco_cloud.exchange.codecs.chunks import Chunks, encode
 from diloco_cloud.exchange.codecs.feedback import Feedback
 from diloco_cloud.exchange.contribution import RAW, Header, checksums, digest
-from diloco_cloud.exchange.following import SHARDED_FROM_BYTES, first_chunk_bytes, kind_of
+from diloco_cloud.exchange.following import SHARDED_FROM_BYTES, dealt_by, first_chunk_bytes
 from diloco_cloud.exchange.host import to_host
 from diloco_cloud.exchange.layout import TensorLayout, all_finite, l2_norm
 from diloco_cloud.exchange.links import LinkMeter
@@ -101,6 +101,8 @@ class Contributing:
         chunk_bytes: of the tensors, in one chunk; None: as planned, or by their size.
         meter: knows this replica's link, which its contributions tell of.
         processor: knows how fast it encodes and averages, likewise.
+        streams_from: bytes of tensors from which an all-gather's contributions are sent chunk by
+            chunk; None: where that is worth its requests.
         overwrites_from: bytes of tensors in one object whose place the means may take. Smaller ones
             are as they were after an error, unless they are sent in shards.
         residuals: what its codec has left unsent.
@@ -117,6 +119,7 @@ class Contributing:
     chunk_bytes: int | None = None
     meter: LinkMeter | None = None
     processor: ProcessorMeter = field(default_factory=ProcessorMeter)
+    streams_from: int | None = None
     overwrites_from: int = SHARDED_FROM_BYTES
     residuals: Residuals = field(default_factory=Residuals, init=False)
     #: By fragment, what way its last round went, and how long that took.
@@ -166,7 +169,16 @@ class Contributing:
             views = layout.views(host)
             size = self._chunk_bytes(layout.nbytes, plan)
             raw, codec = ChunkedBytes(views, size), self._codec
-            dealt = self._dealt(layout.nbytes, size, contributors, reducers, plan)
+            dealt = dealt_by(
+                plan,
+                layout,
+                size,
+                reduction=self.reduction,
+                codec=RAW if codec is None else self.codec,
+                contributors=contributors,
+                reducers=reducers,
+                streams_from=self.streams_from,
+            )
             in_place = in_place and self._may_overwrite(layout.nbytes, dealt)
             # Of tied weights, one would be overwritten while the other is yet to be read.
             in_place = in_place and raw.is_disjoint
@@ -296,24 +308,6 @@ class Contributing:
             return Owed(self.residuals.tensors(), None)
         settlement.settle_all()
         return Owed(self.residuals.tensors(), after.residual)
-
-    def _dealt(
-        self, nbytes: int, chunk_bytes: int, contributors: int, reducers: int, plan: Plan | None
-    ) -> dict[str, Any]:
-        """How many groups chunks are dealt into, and for whom; empty: all read everything."""
-        kind = kind_of(
-            plan,
-            reduction=self.reduction,
-            nbytes=nbytes,
-            codec=RAW if self._codec is None else self.codec,
-            contributors=contributors,
-            reducers=reducers,
-        )
-        helped = reducers if kind == "reducers" else 0
-        groups = min(helped or contributors, -(-nbytes // chunk_bytes))
-        if kind == "all-gather" or groups < (1 if helped else 2):
-            return {}
-        return {"spread": groups, "reducers": helped}
 
     # -- sending -------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ class Header:
         codec: how the chunks are encoded; "raw" is the tensors' own bytes.
         sizes: bytes of each encoded chunk; empty for "raw".
         spread: 0, or into how many groups its chunks are dealt, each an object of its own: chunk k
-            is in group ``k % spread``, and the payload is empty.
+            is in group ``k % spread``, and the payload is empty. One group is for all to read.
         reducers: volunteers that the groups are meant for; 0: for the contributors.
         volunteers: that this replica knows of, whether or not the groups are meant for them.
         base: digest of the global parameters the pseudo-gradient was taken against, or "".
@@ -134,6 +134,11 @@ class Header:
         if self.spread:
             return 0
         return sum(self.sizes) if self.sizes else self.nbytes
+
+    @property
+    def is_for_all(self) -> bool:
+        """Whether every contributor is to read each of its chunks, which are objects."""
+        return self.spread == 1 and not self.reducers
 
     @property
     def chunks(self) -> int:

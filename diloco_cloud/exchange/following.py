@@ -12,19 +12,18 @@ from typing import Final
 
 from diloco_cloud.exchange.codecs import get_codec
 from diloco_cloud.exchange.contribution import RAW, Header
+from diloco_cloud.exchange.layout import TensorLayout
 from diloco_cloud.exchange.links import Link
 from diloco_cloud.exchange.planning import candidates, choose
 from diloco_cloud.exchange.prediction import Job, Kind, Plan
 from diloco_cloud.exchange.processors import Rates
+from diloco_cloud.exchange.streamed import is_streamed
 
 _MB: Final = 2**20
 #: Bits of a parameter that is not encoded.
 RAW_BITS: Final = 32.0
 #: Below this many bytes a second trip through the store costs more than reading everything.
 SHARDED_FROM_BYTES: Final = 8 * _MB
-#: For two, shards move no fewer bytes, but with them a damaged contribution is found before anybody
-#: applies the round; smaller ones are read, and so checked, before the decision.
-SHARDED_FOR_TWO_FROM_BYTES: Final = 16 * _MB
 #: Chunks of the first round: enough of them to fill a pipeline, and each worth its requests.
 _FIRST_CHUNKS: Final = 128
 _FIRST_CHUNK_BYTES: Final = (1 * _MB, 2 * _MB, 4 * _MB)
@@ -93,10 +92,57 @@ def kind_of(
         return plan.kind
     if reduction == "all-gather" or not (reducers or _is_worth_sharding(codec, contributors)):
         return "all-gather"
-    least = SHARDED_FROM_BYTES if contributors > 2 else SHARDED_FOR_TWO_FROM_BYTES
-    if reduction == "auto" and nbytes < least:
+    # For two, shards spare nothing on the way down, and send more up.
+    is_little = nbytes < SHARDED_FROM_BYTES or (contributors < 3 and not reducers)
+    if reduction == "auto" and is_little:
         return "all-gather"
     return "reducers" if reducers else "sharded"
+
+
+def dealt_by(
+    plan: Plan | None,
+    layout: TensorLayout,
+    chunk_bytes: int,
+    *,
+    reduction: str,
+    codec: str,
+    contributors: int,
+    reducers: int,
+    streams_from: int | None = None,
+) -> dict[str, int]:
+    """How many groups a contribution's chunks are dealt into, and for how many volunteers.
+
+    Args:
+        plan: as of :func:`kind_of`, and so are the others.
+        layout: of the tensors.
+        chunk_bytes: of them, in one chunk.
+        reduction, codec, contributors, reducers: as there.
+        streams_from: bytes of tensors from which an all-gather's chunks are objects of their own;
+            None: where that is worth its requests.
+
+    Returns:
+        What a header says of it; empty where a contribution is one object.
+    """
+    nbytes = layout.nbytes
+    kind = kind_of(
+        plan,
+        reduction=reduction,
+        nbytes=nbytes,
+        codec=codec,
+        contributors=contributors,
+        reducers=reducers,
+    )
+    helped = reducers if kind == "reducers" else 0
+    chunks = -(-nbytes // chunk_bytes)
+    groups = min(helped or contributors, chunks)
+    if kind != "all-gather" and groups >= (1 if helped else 2):
+        return {"spread": groups, "reducers": helped}
+    sent = nbytes if codec == RAW else layout.numel * _bits(codec) / 8
+    if streams_from is None:
+        streams = is_streamed(nbytes, sent, chunks, contributors)
+    else:
+        streams = nbytes >= max(1, streams_from)
+    return {"spread": 1, "reducers": 0} if streams else {}
 
 
 def _job(headers: Sequence[Header]) -> Job:
@@ -131,11 +177,9 @@ def _kinds(reduction: str, codec: str, reducers: int) -> tuple[Kind, ...]:
 
 
 def _is_worth_sharding(codec: str, contributors: int) -> bool:
-    """Whether (N-1)/N of a contribution and of the means is less than N-1 contributions."""
-    if codec == RAW:
-        return contributors > 1  # For two it is as much, and damage is found sooner.
-    sums = get_codec(codec).sums
-    return bool(sums) and contributors > 1 + _bits(sums) / _bits(codec)
+    """Whether (N-1)/N of a contribution and of the means is no more than N-1 contributions."""
+    sums = RAW if codec == RAW else get_codec(codec).sums
+    return bool(sums) and contributors >= 1 + _bits(sums) / _bits(codec)
 
 
 def _bits(codec: str) -> float:

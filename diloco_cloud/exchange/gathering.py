@@ -36,8 +36,8 @@ _WINDOW = 2
 #: A chunk's owner is waited for this many times as long as this replica needed for its own.
 _PATIENCE = 3.0
 #: Between two listings while there is something to do meanwhile, in seconds.
-_SHORTEST_S = 0.05
-_SLOWER = 1.5
+SHORTEST_S = 0.05
+SLOWER = 1.5
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Gathering:
     _under_way: dict[Future[None], int] = field(default_factory=dict, init=False)
     #: Means that were read are decoded by few at a time: what they become is larger.
     _decoders: Semaphore = field(default_factory=lambda: Semaphore(_WINDOW), init=False)
-    _period_s: float = field(default=_SHORTEST_S, init=False)
+    _period_s: float = field(default=SHORTEST_S, init=False)
     _looked_at: float | None = field(default=None, init=False)
     _progress_at: float = field(init=False)
     _own_s: float = field(default=0.0, init=False)
@@ -137,9 +137,9 @@ class Gathering:
         if ready < self.payloads.parallel:
             self._there = self.sums.listed()
         if self._seen > seen:
-            self._period_s, self._progress_at = _SHORTEST_S, now
+            self._period_s, self._progress_at = SHORTEST_S, now
         else:
-            self._period_s = min(_SLOWER * self._period_s, self._watch.longest_s)
+            self._period_s = min(SLOWER * self._period_s, self._watch.longest_s)
 
     @property
     def _lacks_parts(self) -> bool:
@@ -240,12 +240,15 @@ class Gathering:
                 raise
             # What is stored is no mean of this commit, which pins what is.
             logger.warning("%s; averaging it here", error.message)
-            self._put(chunk, self.sums.compute(chunk, self._read_parts(chunk)))
+            self._put(chunk, self._make_again(chunk))
         self._todo.discard(chunk)
         self._parts.pop(chunk, None)  # Somebody else may have been faster.
         self._progress_at = self._watch.clock.now()
         if chunk in self._mine:
             self._own_s = self._watch.waited_s
+
+    def _make_again(self, chunk: int) -> torch.Tensor:
+        return self.sums.compute(chunk, self._read_parts(chunk))
 
     def _read_parts(self, chunk: int) -> list[torch.Tensor]:
         return [self.payloads.chunk(self.commit, one, chunk) for one in self.commit.contributors]

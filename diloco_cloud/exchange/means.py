@@ -7,12 +7,11 @@ It depends on the commit alone: whoever computes it gets the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from diloco_cloud.errors import CorruptContributionError
-from diloco_cloud.exchange.buffers import ChunkedBytes
 from diloco_cloud.exchange.codecs import get_codec
 from diloco_cloud.exchange.codecs.base import ChunkMean, Codec, overlap
 from diloco_cloud.exchange.codecs.chunks import Chunks
@@ -68,16 +67,21 @@ class ChunkMeans:
         with self.processor.decoding():
             return self._as_bytes(chunk, mean.result())
 
-    def write(self, chunk: int, parts: Iterable[torch.Tensor], into: ChunkedBytes) -> None:
-        """Write the mean into memory of the tensors; arguments and errors as of :meth:`mean`."""
+    def write(
+        self,
+        chunk: int,
+        parts: Iterable[torch.Tensor],
+        put: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """Have ``put`` write the mean into memory of the tensors; otherwise as :meth:`mean`."""
         if self._codec is None:
             means = self._mean_of_raw(chunk, parts)
             with self.processor.decoding():
-                into.write(chunk, means)
+                put(chunk, means)
             return
         mean = self._mean_of_encoded(self._codec, chunk, parts)
         with self.processor.decoding():
-            into.write(chunk, self._as_bytes(chunk, mean.result()))
+            put(chunk, self._as_bytes(chunk, mean.result()))
             self._use_again(chunk, mean)
 
     def sum_body(self, chunk: int, parts: Iterable[torch.Tensor]) -> memoryview:

@@ -24,9 +24,9 @@ from diloco_cloud.exchange.contribution import (
 )
 from diloco_cloud.exchange.layout import TensorLayout
 from diloco_cloud.exchange.means import ChunkMeans
-from diloco_cloud.exchange.prediction import KEEP_BYTES
 from diloco_cloud.exchange.processors import ProcessorMeter
 from diloco_cloud.exchange.signing import CHECKSUM_CHARS, UNSIGNED, Signer
+from diloco_cloud.exchange.streamed import AHEAD_BYTES, KEEP_BYTES
 from diloco_cloud.store.base import ObjectStore
 
 S = TypeVar("S")
@@ -37,8 +37,6 @@ U = TypeVar("U")
 PARALLEL_READS = 8
 #: Bytes that are worth a request of their own.
 _READ_BYTES = 4 * 2**20
-#: Bytes that are read ahead of what is averaged: at 30 ms, enough for 2 Gbit/s.
-_AHEAD_BYTES = 8 * 2**20
 _SMALLEST_READ = _READ_BYTES // 8
 #: What a header may make a reader allocate, whatever it says of itself.
 _LONGEST_HEADER = 64 * 2**20
@@ -109,6 +107,7 @@ class Payloads:
         headers: those that were read already, by digest.
         opened: those of contributions whose chunks are objects of their own, and their digests, by
             rank and attempt.
+        damaged: what is wrong with contributions that are for all to read, likewise.
     """
 
     store: ObjectStore
@@ -118,12 +117,18 @@ class Payloads:
     processor: ProcessorMeter = field(default_factory=ProcessorMeter)
     headers: dict[str, Header] = field(default_factory=dict)
     opened: dict[tuple[int, int], tuple[Header, str]] = field(default_factory=dict)
+    damaged: dict[tuple[int, int], str] = field(default_factory=dict, init=False)
     _kept: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict, init=False)
     _readers: dict[tuple[int, int], Lock] = field(default_factory=dict, init=False)
 
     def has_room(self, headers: Iterable[Header]) -> bool:
-        """Whether contributions with these headers can be kept in memory."""
-        return sum(header.payload_bytes for header in headers) <= KEEP_BYTES
+        """Whether contributions with these headers can be kept in memory.
+
+        What is sent chunk by chunk is too much for that.
+        """
+        known = list(headers)
+        is_whole = not any(header.spread for header in known)
+        return is_whole and sum(header.payload_bytes for header in known) <= KEEP_BYTES
 
     def load(self, commit: Commit, one: Contributor, layout: TensorLayout | None = None) -> bool:
         """Read and keep a contribution; whether all its values are finite.
@@ -184,6 +189,14 @@ class Payloads:
         if kept is not None:
             return kept
         header = self.header(commit, one)
+        try:
+            return self._read(commit, one, header, chunk)
+        except CorruptContributionError as error:
+            if header.is_for_all:
+                self.damaged[one.rank, one.attempt] = error.message
+            raise
+
+    def _read(self, commit: Commit, one: Contributor, header: Header, chunk: int) -> torch.Tensor:
         size = _stored_size(header, chunk)
         if header.spread:
             key = keys.part(
@@ -258,9 +271,9 @@ def reading_ahead(headers: Sequence[Header], parallel: int) -> tuple[list[range]
         parallel: requests under way at once.
     """
     window = parallel + len(headers)
-    blocks = blocks_of(headers, max(_AHEAD_BYTES // window, _SMALLEST_READ))
+    blocks = blocks_of(headers, max(AHEAD_BYTES // window, _SMALLEST_READ))
     largest = max(header.chunk_size(chunk) for header in headers for chunk in range(header.chunks))
-    return blocks, max(1, min(window, _AHEAD_BYTES // largest))
+    return blocks, max(1, min(window, AHEAD_BYTES // largest))
 
 
 def blocks_of(headers: Sequence[Header], most: int = _READ_BYTES) -> list[range]:

@@ -13,7 +13,16 @@ from typing import Any, Final
 
 from diloco_cloud.exchange import wire
 from diloco_cloud.exchange.links import Link
-from diloco_cloud.exchange.prediction import Cost, Job, Kind, Plan, possible, predict, slowest
+from diloco_cloud.exchange.prediction import (
+    Cost,
+    Job,
+    Kind,
+    Plan,
+    possible,
+    predict,
+    slowest,
+    streams,
+)
 from diloco_cloud.store.prices import Prices
 
 _MB: Final = 2**20
@@ -121,11 +130,12 @@ def candidates(job: Job, kinds: Sequence[Kind] = KINDS) -> Iterator[Plan]:
 
 
 def _parts_fit(one: Plan, job: Job, memory: int) -> bool:
-    """Whether the parts that a replica holds of its own chunks are within bounds.
+    """Whether the parts that a replica holds of the chunks it averages are within bounds.
 
     They arrive in any order and are added in one: of two chunks at a time, all may have to wait.
     """
-    if one.kind != "sharded" or one.chunk_bytes == CHUNK_BYTES[0]:
+    averages = one.kind != "reducers" and streams(one, job)
+    if not averages or one.chunk_bytes == CHUNK_BYTES[0]:
         return True
     return 2 * job.contributors * one.chunk_bytes <= memory * job.put_ratio
 

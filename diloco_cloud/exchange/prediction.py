@@ -9,7 +9,8 @@ contribution and Q = S / sum_ratio of the sums:
 ============  =====================  ==========================  ================================
 plan          up                     down                        seconds, one link B, S large
 ============  =====================  ==========================  ================================
-all-gather    P                      (N-1) P                     N P / B: up, then down
+all-gather    P                      (N-1) P                     max(up, down) / B: overlapped
+... if small  P                      (N-1) P                     N P / B: up, then down
 sharded       P + Q/N                (N-1)/N (P + Q)             max(up, down) / B: overlapped
 reducers      P                      Q                           max(P, Q) / B: overlapped
 ============  =====================  ==========================  ================================
@@ -27,6 +28,8 @@ from typing import Final, Literal, TypeAlias
 
 from diloco_cloud.exchange.links import UNKNOWN, Link
 from diloco_cloud.exchange.pacing import Pace
+from diloco_cloud.exchange.pipelines import carry, overlapped
+from diloco_cloud.exchange.streamed import KEEP_BYTES, columns, columns_a_look, is_streamed
 from diloco_cloud.store.prices import Prices
 
 Kind: TypeAlias = Literal["all-gather", "sharded", "reducers"]
@@ -39,8 +42,6 @@ _OPENING_TRIPS: Final = 2
 #: Seconds between looks for sums while there are none, and looks for one: the pauses grow.
 _IDLE_LOOK_S: Final = 0.075
 _IDLE_LOOKS: Final = 3
-#: Bytes of contributions that are read, checked and kept before the decision that names them.
-KEEP_BYTES: Final = 16 * 2**20
 #: Keys in one page of a listing.
 _PAGE: Final = 1000
 
@@ -51,8 +52,8 @@ class Plan:
 
     Attributes:
         kind: which way the bytes go.
-        chunk_bytes: raw bytes that are encoded, reduced and sent together. Of an all-gather, which
-            needs no such unit, the encoded bytes of one ranged read.
+        chunk_bytes: raw bytes that are encoded, reduced and sent together. Of an all-gather of
+            whole contributions, which needs no such unit, the encoded bytes of one ranged read.
         parallel: requests under way at once, each way.
         expected_s: seconds that a round was predicted to take when this was chosen; 0: not said.
     """
@@ -96,8 +97,8 @@ class Cost:
 
     Attributes:
         seconds: from when the last replica has something to send until all have the result.
-        agreement_s: from the last upload to the decision. An all-gather begins to read after it,
-            the others go on meanwhile.
+        agreement_s: from the last upload to the decision. An all-gather of whole contributions
+            begins to read after it, the others go on meanwhile.
         bytes_up, bytes_down: of the replica with the most.
         requests: of that replica, by method of the store protocol.
         dollars: of all replicas together, for requests and traffic; None without prices.
@@ -153,6 +154,13 @@ def predict(
     )
 
 
+def streams(plan: Plan, job: Job) -> bool:
+    """Whether contributions are sent chunk by chunk."""
+    chunks = -(-job.nbytes // plan.chunk_bytes)
+    sent = job.nbytes / job.put_ratio
+    return plan.kind != "all-gather" or is_streamed(job.nbytes, sent, chunks, job.contributors)
+
+
 def possible(plan: Plan, job: Job) -> bool:
     """Whether a job can be done so."""
     if plan.kind == "all-gather":
@@ -170,45 +178,6 @@ def slowest(links: Sequence[Link]) -> Link:
         down=min(link.down for link in links),
         latency_us=max(link.latency_us for link in links),
     )
-
-
-def carry(nbytes: float, requests: int, rate: float, latency: float, parallel: int) -> float:
-    """Seconds until a link has carried ``nbytes`` in equal requests, several under way at once.
-
-    While one request waits for its answer, others use the link. How much of it they can fill is
-    that of a closed queueing network of one server and a delay (exact mean value analysis, Reiser
-    and Lavenberg 1980). It needs no constant, and tends to both limits: the link's rate where
-    there is enough under way, ``parallel`` requests per latency where there is not.
-
-    Args:
-        nbytes: in all.
-        requests: in how many.
-        rate: of the link, bytes per second.
-        latency: seconds from a request to the first byte of its answer.
-        parallel: the most that are under way.
-    """
-    if requests == 0:
-        return 0.0
-    service = nbytes / requests / rate
-    queue, cycle = 0.0, latency
-    customers = min(parallel, requests)
-    for count in range(1, customers + 1):
-        response = service * (1 + queue)
-        cycle = latency + response
-        queue = count * response / cycle if cycle > 0 else 0.0
-    return max(requests * cycle / customers, latency + nbytes / rate)
-
-
-def overlapped(one: float, other: float, pieces: int, apart: float = 0.0) -> float:
-    """Seconds of two stages that go on at the same time, but for one of ``pieces`` equal pieces.
-
-    Args:
-        one: seconds.
-        other: seconds.
-        pieces: of each stage.
-        apart: the part of the shorter one in which the longer one stands still all the same.
-    """
-    return max(one, other) + min(one, other) * max(apart, 1 / pieces)
 
 
 @dataclass
@@ -233,6 +202,7 @@ class _Model:
         owners = len(job.reducers) if plan.kind == "reducers" else job.contributors
         # Some owners have one chunk more than others.
         self._most, self._least = -(-self._chunks // owners), self._chunks // owners
+        self._streams = streams(plan, job)
 
     @property
     def agreement_s(self) -> float:
@@ -242,9 +212,10 @@ class _Model:
         return (AGREEMENT_TRIPS + headers) * self._link.latency
 
     def seconds(self) -> float:
-        if self._plan.kind == "all-gather":
+        if not self._streams:
             return self._encode_s(1) + self._gather_s()
-        streamed_s = self._sharded_s() if self._plan.kind == "sharded" else self._reducers_s()
+        by = {"all-gather": self._all_s, "sharded": self._sharded_s, "reducers": self._reducers_s}
+        streamed_s = by[self._plan.kind]()
         decided_s = self._up_s(self._put, self._chunks) + self.agreement_s
         return self._encode_s(1) + self._link.latency + max(streamed_s, decided_s)
 
@@ -264,6 +235,17 @@ class _Model:
         return self._up_s(self._put, 1) + self.agreement_s + taken
 
     # -- streamed: once the header that goes ahead is there ------------------------------------
+
+    def _all_s(self) -> float:
+        down = self._down_s(self._peers * self._put, self._peers * self._chunks)
+        decode = self._decode_s(self._job.contributors)
+        # What is sent last is noticed and read when nothing else is left to do.
+        last = min(1.0, self._plan.parallel * self._part)
+        read = 2 * self._link.latency + last * self._peers * self._put / self._link.down
+        return max(
+            self._first_s + overlapped(down, decode, self._chunks, self._job.apart),
+            self._up_s(self._put, self._chunks) + read + last * decode,
+        )
 
     def _sharded_s(self) -> float:
         own = min(1.0, self._most * self._part)
@@ -360,8 +342,15 @@ class _Model:
         total.requests.update(create=n + 1, list=n * looks, get_range=n * peers, get=n)
         if self._plan.kind == "all-gather":
             one.down, total.down = peers * self._put, n * peers * self._put
-            one.requests.update(get_range=peers * self._reads)
-            total.requests.update(get_range=n * peers * self._reads)
+            reads, batches = self._reads, 0
+            if self._streams:
+                at_once = columns(self._plan.parallel, peers * self._part * self._put)
+                reads, batches = chunks, self._looks(_OPENING_TRIPS)
+                batches += -(-chunks // columns_a_look(at_once, chunks))
+                one.requests.update(create=chunks + 1)
+                total.requests.update(create=n * (chunks + 1))
+            one.requests.update(get_range=peers * reads, list=batches)
+            total.requests.update(get_range=n * peers * reads, list=n * batches)
         elif self._plan.kind == "sharded":
             one.up += min(1.0, self._most * self._part) * self._sum
             one.down = max(self._sharded_down(own)[0] for own in (self._most, self._least))

@@ -3,8 +3,8 @@
 The reduced value of an element is its weighted mean over the contributors in commit order
 (:mod:`.means`). It depends on the commit alone, so whoever computes it gets the same bits:
 
-* all-gather: everybody reads every contribution, (N-1)S down; for what is small, or compressed more
-  than N/2 times;
+* all-gather: everybody reads every contribution, (N-1)S down; for what is small, compressed more
+  than N/2 times, or for two. What is large is read while it is on its way (:mod:`.allgathering`);
 * sharded: contributor k averages every N-th chunk and stores it; everybody reads the means,
   2S(N-1)/N down whatever N (:mod:`.gathering`). Chunks whose owner does not deliver are done by
   whoever waits for them.
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from diloco_cloud.errors import CorruptContributionError
+from diloco_cloud.exchange.allgathering import AllGathering
 from diloco_cloud.exchange.buffers import ChunkedBytes
 from diloco_cloud.exchange.commit import Commit, Contributor
 from diloco_cloud.exchange.contribution import Header
@@ -83,9 +84,10 @@ class Reducer:
     def gathering(
         self, *, ahead: bool = False, given_up: Callable[[], bool] = lambda: False
     ) -> Gathering:
-        """What carries out the sharded plan; see there."""
+        """What carries out the plan chunk by chunk; see there."""
         means = ChunkMeans(self.commit, self.layout, self.payloads.processor)
-        return Gathering(
+        kind = Gathering if self.commit.plan == "sharded" else AllGathering
+        return kind(
             commit=self.commit,
             payloads=self.payloads,
             sums=Sums(self.store, self.commit, means, self.payloads.signer),
@@ -116,7 +118,7 @@ class Reducer:
             for block in blocks:
                 found = [next(pending).result() for _ in commit.contributors]
                 for chunk, *parts in zip(block, *found, strict=True):
-                    means.write(chunk, parts, self.into)
+                    means.write(chunk, parts, self.into.write)
                 del found, parts  # Before the next ones are waited for.
                 freed.check()
 

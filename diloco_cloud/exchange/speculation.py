@@ -87,9 +87,8 @@ class Speculation:
         own = self.payloads.own.header
         if (own.rank, own.attempt, digest(own.encode())) not in included:
             return False
-        if commit.plan != "sharded" or any(
-            header.spread != commit.shards for header, _ in headers.values()
-        ):
+        groups = commit.shards or 1  # Everybody reads the one group of an all-gather.
+        if any(header.spread != groups for header, _ in headers.values()):
             return False
         if commit.reducers:
             self._publish(commit)

@@ -50,6 +50,9 @@ def send_chunks(
     header = own.header
     order = range(header.chunks) if header.reducers else dealt(header.chunks, header.spread, place)
 
+    def is_averaged_here(chunk: int) -> bool:
+        return header.is_for_all or (not header.reducers and chunk % header.spread == place)
+
     def send(chunk: int) -> None:
         key = keys.part(
             header.round, header.fragment, chunk, header.spread, header.rank, header.attempt
@@ -57,7 +60,7 @@ def send_chunks(
         # A process of this life may have sent it before; the header pins what it can be.
         with suppress(AlreadyExistsError):
             store.create(key, own.pieces(chunk))
-        if header.reducers or chunk % header.spread != place:  # Or this replica averages it.
+        if not is_averaged_here(chunk):
             own.release(chunk)
 
     with ThreadPoolExecutor(parallel, "diloco-send") as pool:

@@ -14,6 +14,7 @@ CASES = {
     "sharded": Case("raw", "sharded", 32),
     "volunteers": Case("raw", "reducers", 16, 2),
     "all-gather": Case("sparse", "all-gather", 1),
+    "all-gather on its way": Case("raw", "all-gather", 16),
 }
 
 

@@ -61,7 +61,7 @@ def test_all_gather_beats_an_uncompressed_reduction_once_compression_is_above_ha
     sharded = Plan("sharded", 4 * MB, 8)
     uncompressed = predict(sharded, fp32(4096, n), [near]).seconds
     gather = Plan("all-gather", 4 * MB, 8)
-    half = n * n / (n - 1) / 2  # of what is moved, with one's own shard left out
+    half = n / 2  # of what comes down, with one's own shard left out
     for compression, wins in ((half * 0.9, False), (half * 1.1, True)):
         fast = fp32(4096, n, put_ratio=compression, encode_rate=1e12, decode_rate=1e13)
         assert (predict(gather, fast, [near]).seconds < uncompressed) is wins
@@ -101,6 +101,25 @@ def test_kinds_can_be_ruled_out() -> None:
     assert choose(everything, [SHAPED], kinds=("all-gather",)).kind == "all-gather"
     current = Plan("reducers", 4 * MB, 8)
     assert choose(everything, [SHAPED], kinds=("sharded",), current=current).kind == "sharded"
+
+
+@pytest.mark.parametrize("link", [SHAPED, CLOUD])
+@pytest.mark.parametrize(("put", "sums"), [(1.0, 1.0), (2.0, 2.0), (7.76, 3.94)])
+def test_two_read_from_one_another_as_they_send(link: Link, put: float, sums: float) -> None:
+    job = fp32(256, 2, put_ratio=put, sum_ratio=sums)
+    found = choose(job, [link])
+    assert found.kind == "all-gather"
+    seconds = predict(found, job, [link]).seconds
+    by_shards = choose(job, [link], kinds=("sharded",))
+    assert seconds < predict(by_shards, job, [link]).seconds / 1.3
+    moved = job.nbytes / put / SHAPED.up  # as much as goes up comes down meanwhile
+    assert link == CLOUD or moved < seconds < 1.1 * moved + 18 * link.latency
+
+
+def test_three_with_a_narrow_way_up_send_no_means() -> None:
+    narrow = Link.of(5e6, 25e6, 0.03)
+    assert choose(fp32(256, 3), [narrow]).kind == "all-gather"
+    assert choose(fp32(256, 3), [SHAPED]).kind == "sharded"
 
 
 # -- how well ------------------------------------------------------------------------------------
@@ -202,11 +221,10 @@ def test_of_equally_fast_plans_the_cheapest_is_taken() -> None:
 
 
 def test_where_time_is_worth_little_money_decides() -> None:
-    # Four that read from outside the provider's network: uncompressed sums cost more egress than
-    # everybody's reading everything, but a replica need not read those that it makes itself.
-    job = fp32(1024, 4, put_ratio=3.6, encode_rate=1e12, decode_rate=1e12)
-    busy = Choice(LISTED["s3"], dollars_per_hour=1000.0)
-    idle = Choice(LISTED["s3"], dollars_per_hour=0.01)
+    # Shards move fewer bytes, and have to be written, chunks and means; an object each is cheaper.
+    job = fp32(1024, 4, put_ratio=7.76, sum_ratio=3.94, encode_rate=1e12, decode_rate=1e12)
+    busy = Choice(LISTED["s3"], same_region=True, dollars_per_hour=1000.0)
+    idle = Choice(LISTED["s3"], same_region=True, dollars_per_hour=0.01)
     fast, cheap = choose(job, [SHAPED], by=busy), choose(job, [SHAPED], by=idle)
     assert (fast.kind, cheap.kind) == ("sharded", "all-gather")
     took, paid = busy.predict(fast, job, [SHAPED]), idle.predict(cheap, job, [SHAPED])
@@ -214,7 +232,8 @@ def test_where_time_is_worth_little_money_decides() -> None:
     assert paid.dollars is not None
     assert took.seconds < 0.95 * paid.seconds
     assert paid.dollars < 0.95 * took.dollars
-    assert choose(job, [SHAPED], by=Choice(LISTED["s3"])).kind == "sharded"  # time comes first
+    near = Choice(LISTED["s3"], same_region=True)
+    assert choose(job, [SHAPED], by=near).kind == "sharded"  # time comes first
 
 
 def test_without_prices_the_worth_of_time_changes_nothing() -> None:

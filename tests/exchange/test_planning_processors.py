@@ -11,7 +11,8 @@ from diloco_cloud.exchange.contributing import Contributing
 from diloco_cloud.exchange.contribution import Header, decode
 from diloco_cloud.exchange.following import plan_next
 from diloco_cloud.exchange.links import Link, LinkMeter, Overlap
-from diloco_cloud.exchange.prediction import Job, Plan, overlapped, predict
+from diloco_cloud.exchange.pipelines import overlapped
+from diloco_cloud.exchange.prediction import Job, Plan, predict
 from diloco_cloud.exchange.processors import ProcessorMeter, Rates
 from diloco_cloud.exchange.work import Work
 from diloco_cloud.store.memory import MemoryStore

@@ -120,6 +120,35 @@ def simulate_sharded(plan: Plan, job: Job, links: list[Link]) -> float:
     return sim.run()
 
 
+def simulate_all_gather(plan: Plan, job: Job, links: list[Link]) -> float:
+    """Seconds until everybody has every chunk of all others."""
+    sim, n = Simulation(), job.contributors
+    ups = [Way(sim, one.up, one.latency, plan.parallel) for one in links]
+    downs = [Way(sim, one.down, one.latency, plan.parallel) for one in links]
+    sizes = [
+        min(plan.chunk_bytes, job.nbytes - start) / job.put_ratio
+        for start in range(0, job.nbytes, plan.chunk_bytes)
+    ]
+    missing = [n] * len(sizes)
+
+    def have_written(chunk: int) -> None:
+        missing[chunk] -= 1
+        for i in range(n) if missing[chunk] == 0 else ():
+            sim.at(sim.now + links[i].latency, lambda i=i: read(chunk, i))  # an ideal listing
+
+    def read(chunk: int, i: int) -> None:
+        for _ in range(n - 1):
+            downs[i].request(0, sizes[chunk], lambda: None)
+
+    def begin() -> None:
+        for i in range(n):
+            for chunk in range(len(sizes)):
+                ups[i].request(0, sizes[chunk], lambda c=chunk: have_written(c))
+
+    sim.at(max(one.latency for one in links), begin)  # the header that goes ahead
+    return sim.run()
+
+
 def fleet(n: int, rate: float, latency: float) -> list[Link]:
     return [Link.of(rate, rate, latency)] * n
 
@@ -158,4 +187,17 @@ def test_sharded_is_predicted_where_one_link_is_slow(slow: Link) -> None:
     links = [slow, *fleet(7, 100e6, 0.03)]
     plan = choose(job, links, kinds=("sharded",))
     simulated = simulate_sharded(plan, job, links)
+    assert predict(plan, job, links).seconds == pytest.approx(simulated, rel=0.2)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(("rate", "latency"), [(25e6, 0.03), (6.25e6, 0.03), (100e6, 0.03)])
+@pytest.mark.parametrize("put", [1.0, 3.9])
+def test_all_gather_of_much_takes_what_is_predicted(
+    n: int, rate: float, latency: float, put: float
+) -> None:
+    job = Job(nbytes=256 * MB, contributors=n, put_ratio=put, encode_rate=1e15, decode_rate=1e15)
+    links = fleet(n, rate, latency)
+    plan = choose(job, links, kinds=("all-gather",))
+    simulated = simulate_all_gather(plan, job, links)
     assert predict(plan, job, links).seconds == pytest.approx(simulated, rel=0.2)

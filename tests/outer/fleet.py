@@ -243,6 +243,8 @@ class Fleet:
         door.exchange.outlier_norm = self.outlier_norm
         door.exchange.chunk_bytes, door.exchange.patience_s = 256, 0.05
         door.exchange.contributing.overwrites_from = 0  # as large models do
+        if self.job.streams:
+            door.exchange.contributing.streams_from = 0
         reports: list[RoundReport] = []
         manager = MockManager(
             door, snapshot_every=self.snapshot_every, on_round=reports.append, **self.manager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 REPLICAS = 3
 JOB = Job(world_size=REPLICAS, sync_every=3, steps=21)
 SHARDED = Job(world_size=REPLICAS, sync_every=3, steps=21, reduction="sharded")
+STREAMED = replace(JOB, reduction="all-gather", streams=True)
 PACE = dict.fromkeys(range(REPLICAS), 0.003)
 #: The round, one that a snapshot follows, in which somebody dies; and where that snapshot is.
 ROUND = "rounds/00000003.0/"
@@ -88,6 +89,12 @@ STEPS = [
     Step("reduce: create sum", "create", STREAM + "sum/.*", victim=1, job=SHARDED),
     Step("reduce: create sum, writer", "create", STREAM + "sum/.*", victim=2, job=SHARDED),
     Step("reduce: read sum", "get_range", STREAM + "sum/.*", victim=1, job=SHARDED),
+    Step("for all: create opening", "create", STREAM + "open/.*", victim=1, job=STREAMED),
+    Step("for all: create part", "create", STREAM + "part/.*", victim=1, job=STREAMED),
+    Step("for all: create put", "create", ROUND + "put/.*", victim=2, job=STREAMED),
+    Step("for all: read part", "get_range", STREAM + "part/.*", victim=1, job=STREAMED),
+    Step("for all: list parts", "list", STREAM + "part/0000/", victim=1, job=STREAMED),
+    Step("for all: create commit", "create", ROUND + "commit", job=STREAMED),
     Step("apply", "list", r"rounds/00000004\.0/", victim=1),
     Step("apply, writer", "list", r"rounds/00000004\.0/", victim=2),
     Step("snapshot: put state", "put", STATE + r".*\.safetensors"),
