@@ -8,7 +8,7 @@ chunks are dealt is in its header, and only chunks of another size cannot be ave
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from diloco_cloud.exchange.codecs import get_codec
 from diloco_cloud.exchange.contribution import RAW, Header
@@ -109,14 +109,17 @@ def dealt_by(
     contributors: int,
     reducers: int,
     streams_from: int | None = None,
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """How many groups a contribution's chunks are dealt into, and for how many volunteers.
 
     Args:
-        plan: as of :func:`kind_of`, and so are the others.
+        plan: of the round, if there is one, as of :func:`kind_of`.
         layout: of the tensors.
         chunk_bytes: of them, in one chunk.
-        reduction, codec, contributors, reducers: as there.
+        reduction: as of :func:`kind_of`.
+        codec: by name.
+        contributors: replicas that the round waits for.
+        reducers: volunteers that there are.
         streams_from: bytes of tensors from which an all-gather's chunks are objects of their own;
             None: where that is worth its requests.
 

@@ -139,13 +139,14 @@ def test_looks_while_others_are_waited_for_are_not_apart() -> None:
 
 
 def test_a_plan_expects_what_cannot_go_on_together_one_after_the_other() -> None:
-    rates = [replace(HEADER, rank=rank, decode_rate=8 * MB) for rank in range(8)]
+    whole = replace(HEADER, sizes=(7 * MB // 16,) * 16, decode_rate=8 * MB)  # in too small chunks
+    rates = [replace(whole, rank=rank) for rank in range(8)]
     told = [*rates[:7], replace(rates[7], apart=1.0)]
     plans = [plan_next(headers, "all-gather", None) for headers in (rates, told)]
     assert plans[0] is not None
     assert plans[1] is not None
-    received_s = 7 * 8 * MB / 6e6  # in so many reads, of which the first is alone in any case
-    reads = 8 * MB / plans[0].chunk_bytes
+    received_s = 7 * 7 * MB / 6e6  # in so many reads, of which the first is alone in any case
+    reads = -(-7 * MB // plans[0].chunk_bytes)
     longer_s = plans[1].expected_s - plans[0].expected_s
     assert longer_s == pytest.approx(received_s * (1 - 1 / reads), rel=0.01)
 
