@@ -64,6 +64,8 @@ def plan_next(headers: Sequence[Header], reduction: str, current: Plan | None) -
         return None  # Too little to be dealt out.
     claims = (Link.claimed(header.up, header.down, header.latency) for header in headers)
     links = [link for link in claims if link is not None]
+    if not links:  # There is nothing to choose another way by.
+        kinds = tuple(kind for kind in kinds if kind == _kind(headers[0])) or kinds
     # Of the last to arrive there is no wait for others in it.
     took_s = min((header.took_s for header in headers if header.took_s > 0), default=None)
     return choose(job, links, current=current, kinds=kinds, took_s=took_s)
@@ -146,6 +148,13 @@ def dealt_by(
     else:
         streams = nbytes >= max(1, streams_from)
     return {"spread": 1, "reducers": 0} if streams else {}
+
+
+def _kind(header: Header) -> Kind:
+    """The way that a contribution went."""
+    if header.reducers:
+        return "reducers"
+    return "sharded" if header.spread and not header.is_for_all else "all-gather"
 
 
 def _job(headers: Sequence[Header]) -> Job:

@@ -266,3 +266,21 @@ def test_a_plan_is_followed_where_it_can_be(
         "reducers": 0,
     }
     assert kind_of(given, **(plain | settings)) == kind
+
+
+@pytest.mark.parametrize(
+    ("sent", "kind"),
+    [({"spread": 4}, "sharded"), ({"spread": 1}, "all-gather"), ({}, "all-gather")],
+)
+def test_until_a_link_is_measured_rounds_go_the_way_they_went(
+    sent: dict[str, int], kind: str
+) -> None:
+    """However slow the encoding, beside which one way is as good as another."""
+    unknown = {"codec": "e3m0", "sizes": (MB // 8,) * 256, "encode_rate": 1e6}
+    none = {"up": 0.0, "down": 0.0, "latency": 0.0}
+    plan = plan_next([header(rank, **unknown, **none, **sent) for rank in range(4)], "auto", None)
+    assert plan is not None
+    assert plan.kind == kind
+    measured = plan_next([header(rank, **unknown, **sent) for rank in range(8)], "auto", plan)
+    assert measured is not None
+    assert measured.expected_s > 0
