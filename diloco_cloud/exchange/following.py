@@ -64,8 +64,9 @@ def plan_next(headers: Sequence[Header], reduction: str, current: Plan | None) -
         return None  # Too little to be dealt out.
     claims = (Link.claimed(header.up, header.down, header.latency) for header in headers)
     links = [link for link in claims if link is not None]
-    if not links:  # There is nothing to choose another way by.
-        kinds = tuple(kind for kind in kinds if kind == _kind(headers[0])) or kinds
+    went = _kind(headers[0])
+    if not links and went in kinds and next(candidates(job, (went,)), None) is not None:
+        kinds = (went,)  # There is nothing to choose another way by.
     # Of the last to arrive there is no wait for others in it.
     took_s = min((header.took_s for header in headers if header.took_s > 0), default=None)
     return choose(job, links, current=current, kinds=kinds, took_s=took_s)
