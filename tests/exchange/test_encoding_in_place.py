@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_streaming import CHUNK, Late
 
 from diloco_cloud.errors import ExchangeError, RoundTimeoutError, StoreError
 from diloco_cloud.exchange.buffers import ChunkedBytes
@@ -20,7 +20,6 @@ from diloco_cloud.exchange.upload import open_contribution, send_chunks
 from diloco_cloud.exchange.work import RoundResult, Work
 from diloco_cloud.store.memory import MemoryStore
 
-CHUNK = 1024
 #: Chunks that lie across tensors, a tensor of many chunks, and a last chunk of one element.
 SIZES = (700, 33, 2000, 83, 1)
 LOSSY = ["bf16", "int8", "e3m0", "e2m1"]
@@ -158,22 +157,9 @@ def test_chunks_that_a_wrong_expectation_has_overwritten_are_read_from_the_store
     packed = earlier.pack(0, 0, tensors(7), Work(tokens=10), contributors=3)
     assert open_contribution(earlier.store, packed.own)
     send_chunks(earlier.store, packed.own, 2)
-    chunks = packed.own.header.chunks
-
-    class Late(MemoryStore):
-        """Rank 2 comes when the others have averaged everything with its earlier life's work."""
-
-        def create(self, key: str, data: Any) -> None:
-            if "/open/0002.0001" in key:
-                deadline = time.monotonic() + 20
-                while sum("/sum/" in info.key for info in self.list()) < 2 * chunks // 3:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.01)
-            super().create(key, data)
-
     owns = [replica(name, rank, "e3m0", reduction="sharded") for rank in (0, 1)]
     owns.append(replica(name, 2, "e3m0", reduction="sharded", attempt=1))
-    owns[2].store = owns[2].contributing.store = Late(name)
+    owns[2].store = owns[2].contributing.store = Late(name, packed.own.header.chunks)
     results = together(owns, tensors, in_place=True)
     other = uuid.uuid4().hex
     expected = together(

@@ -54,6 +54,22 @@ class Recording(MemoryStore):
         return super().get_range(key, start, length)
 
 
+class Late(MemoryStore):
+    """Its life 1 of rank 2 comes when two others have averaged everything with life 0's work."""
+
+    def __init__(self, name: str, chunks: int) -> None:
+        super().__init__(name)
+        self.chunks = chunks
+
+    def create(self, key: str, data: Any) -> None:
+        if "/open/0002.0001" in key:
+            deadline = time.monotonic() + 20
+            while sum("/sum/" in info.key for info in self.list()) < 2 * self.chunks // 3:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        super().create(key, data)
+
+
 @pytest.fixture
 def name() -> str:
     return uuid.uuid4().hex
@@ -217,22 +233,9 @@ def test_an_expectation_that_does_not_come_true_costs_nothing_but_time(
     packed = earlier.pack(0, 0, tensors(7), Work(tokens=10), contributors=3)
     assert open_contribution(earlier.store, packed.own)
     send_chunks(earlier.store, packed.own, 2)
-    chunks = packed.own.header.chunks
-
-    class Late(MemoryStore):
-        """Rank 2 comes when the others have averaged everything with its earlier life's work."""
-
-        def create(self, key: str, data: Any) -> None:
-            if "/open/0002.0001" in key:
-                deadline = time.monotonic() + 20
-                while sum("/sum/" in info.key for info in self.list()) < 2 * chunks // 3:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.01)
-            super().create(key, data)
-
     owns = [replica(name, rank) for rank in (0, 1)]
     owns.append(replica(name, 2, attempt=1))
-    owns[2].store = owns[2].contributing.store = Late(name)
+    owns[2].store = owns[2].contributing.store = Late(name, packed.own.header.chunks)
     results = together(owns, in_place=in_place)
     assert all(equal(result, mean(range(3))) for result in results)
     names = {info.key.split("/")[3] for info in MemoryStore(name).list() if "/sum/" in info.key}
